@@ -1,0 +1,139 @@
+"""The attention of a block: every head, or the selected heads with the missing keys and values made up."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dejavu_ds.cache import DejaVuCache, LayerCache
+from dejavu_ds.collectives import TensorParallel
+from dejavu_ds.injection_policies import BlockParts
+from dejavu_ds.kernels.ops import Ops
+from dejavu_ds.kernels.recover_kv import advance_watermark
+from dejavu_ds.mlp import frozen
+from dejavu_ds.selection import Selection, Selector
+
+
+class SparseAttention(nn.Module):
+    """Causal self-attention over the H heads of this rank.
+
+    Storage makes one head contiguous everywhere; prefill and decode read the same copy.
+        qkv  [H, 3, head_dim, D], qkv_bias [H, 3, head_dim] or None
+        out  [H * head_dim, D], out_bias [D] or None                    transposed
+    The number of heads is read from the weights, so DeepSpeed may shard them as it likes, in whole heads.
+    """
+
+    def __init__(self, parts: BlockParts, head_dim: int, ops: Ops, tp: TensorParallel) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.heads = parts.q.weight.shape[0] // head_dim
+        projections = (parts.q, parts.k, parts.v)
+        by_head = [p.weight.detach().view(self.heads, 1, head_dim, -1) for p in projections]
+        self.qkv = frozen(torch.cat(by_head, dim=1))
+        self.qkv_bias = None
+        if parts.q.bias is not None:
+            biases = [p.bias.detach().view(self.heads, 1, head_dim) for p in projections]
+            self.qkv_bias = frozen(torch.cat(biases, dim=1))
+        self.out = nn.Parameter(parts.out.weight.detach().t().contiguous(), requires_grad=False)
+        self.out_bias = frozen(parts.out.bias)
+        self.selector: Selector | None = None
+        self.masked = False
+        self._scale = head_dim**-0.5
+        self._ops = ops
+        self._tp = tp
+        self._every_head = Selection.all_of(self.heads, self.qkv.device)
+        self.recovered_total = torch.zeros(1, dtype=torch.int64, device=self.qkv.device)
+        """Heads whose missing K/V were computed since the last reset, summed over the steps."""
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Every head's query, key and value of [B, S, D], each [B, H, S, head_dim]."""
+        return self._qkv_dense(x).permute(3, 0, 2, 1, 4).unbind(0)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention and output projection.
+
+        Args:
+            q: [B, H, S, head_dim]; k, v: [B, H, L, head_dim].
+            mask: broadcastable to [B, 1, S, L], bool (True: attend) or additive; None: causal, which needs S == L or
+                S == 1.
+            keep: [B, S, H] bool, heads to keep token by token; None: all.
+
+        Returns:
+            [B, S, D]
+        """
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
+        o = o.transpose(1, 2)
+        if keep is not None:
+            o = o * keep[..., None]
+        return self._finish(o.reshape(*o.shape[:2], -1) @ self.out)
+
+    def prefill(
+        self,
+        x: torch.Tensor,
+        layer: LayerCache,
+        cache: DejaVuCache,
+        mask: torch.Tensor | None,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Dense over the next S tokens, [B, S, D] -> [B, S, D]; fills the cache.
+
+        Args:
+            mask: as in `attend`, over the cache's slots up to and with these tokens.
+            keep: as in `attend`.
+        """
+        start, stop = cache.length, cache.length + x.shape[1]
+        if layer.watermark is not None:
+            if start:
+                self._recover(layer, cache, self._every_head.mask)
+            layer.watermark.fill_(stop)
+        q, k, v = self.project(x)
+        layer.k[:, :, start:stop] = k
+        layer.v[:, :, start:stop] = v
+        return self.attend(q, layer.k[:, :, :stop], layer.v[:, :, :stop], mask, keep)
+
+    def decode(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> torch.Tensor:
+        """One token a sequence, [B, D] -> [B, D]; fills the cache."""
+        selection = self._every_head if self.selector is None else self.selector.join()
+        if self.selector is None or self.masked:
+            o = self._attention(self._qkv_dense(x), layer, cache, self._every_head)
+            if self.masked:
+                o = o * selection.mask[:, None]
+            return self._finish(o.flatten(1) @ self.out)
+        self._recover(layer, cache, selection.mask)
+        advance_watermark(layer.watermark, selection.mask, cache.position, layer.inputs.shape[1])
+        layer.inputs.index_copy_(1, (cache.position % layer.inputs.shape[1]).long(), x[:, None])
+        idx, count, _ = selection
+        rows = 3 * self.head_dim
+        bias = None if self.qkv_bias is None else self.qkv_bias.flatten()
+        qkv = self._ops.gather_up_proj(x, self.qkv.flatten(0, 2), bias, idx, count, group=rows)
+        o = self._attention(qkv.view(x.shape[0], self.heads, 3, self.head_dim), layer, cache, selection)
+        y = self._ops.gather_down_proj(o.flatten(1), self.out, idx, count, group=self.head_dim)
+        return self._finish(y)
+
+    def _qkv_dense(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., H, 3, head_dim]"""
+        bias = None if self.qkv_bias is None else self.qkv_bias.flatten()
+        return F.linear(x, self.qkv.flatten(0, 2), bias).unflatten(-1, (self.heads, 3, self.head_dim))
+
+    def _attention(self, qkv, layer: LayerCache, cache: DejaVuCache, selection: Selection) -> torch.Tensor:
+        return self._ops.decode_attention(
+            qkv, layer.k, layer.v, selection.idx, selection.count, cache.position, cache.key_mask, self._scale
+        )
+
+    def _recover(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor) -> None:
+        """Compute the K/V that the selected heads, and those idle for the whole window, have missed."""
+        missing = cache.position - layer.watermark
+        self.recovered_total += ((missing > 0) & (selected | (missing >= layer.inputs.shape[1]))).sum()
+        self._ops.recover_kv(
+            layer.inputs, self.qkv, self.qkv_bias, selected, layer.watermark, cache.position, layer.k, layer.v
+        )
+
+    def _finish(self, y: torch.Tensor) -> torch.Tensor:
+        y = self._tp.all_reduce(y)
+        return y if self.out_bias is None else y + self.out_bias

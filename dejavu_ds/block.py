@@ -1,0 +1,131 @@
+"""The module that replaces a decoder layer."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from dejavu_ds.attention import SparseAttention
+from dejavu_ds.cache import DejaVuCache, LayerCache, LayerShape
+from dejavu_ds.collectives import TensorParallel
+from dejavu_ds.injection_policies import Policy
+from dejavu_ds.kernels.ops import Ops
+from dejavu_ds.mlp import SparseMLP
+from dejavu_ds.selection import Selector, begin_all
+
+
+class SparseBlock(nn.Module):
+    """A pre-norm decoder layer whose decode step reads only the selected heads and neurons.
+
+    Life: built around a Hugging Face layer, whose children it takes over under their own names, so that DeepSpeed
+    finds and shards them (and fills them from a checkpoint); `pack` then turns the shards into the gather layout and
+    lets the originals go; `attach` gives it selectors.
+
+    Three ways through it:
+        forward  Hugging Face's contract, with its caches: dense
+        prefill  S tokens into our cache: dense
+        decode   one token a sequence: sparse where selectors are attached
+    """
+
+    def __init__(self, layer: nn.Module, layer_idx: int, policy: Policy, head_dim: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = head_dim
+        self._policy = policy
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+
+    def pack(self, ops: Ops, tp: TensorParallel) -> None:
+        """Turn this rank's shards into the gather layout, the only copy from here on."""
+        parts = self._policy.parts(self)
+        attention = SparseAttention(parts, self.head_dim, ops, tp)
+        mlp = SparseMLP(parts.fc1, parts.fc2, ops, tp)
+        for name, _ in list(self.named_children()):
+            delattr(self, name)
+        self.attention_norm, self.attention = parts.attention_norm, attention
+        self.mlp_norm, self.mlp = parts.mlp_norm, mlp
+        self.at_attention: list[Selector] = []
+        """Selectors, of this layer or the next, that listen to the attention's normalised input."""
+        self.at_mlp: list[Selector] = []
+        """Selectors that listen to the MLP's normalised input."""
+        self._window = 0
+
+    def attach(self, heads: Selector | None, mlp: Selector | None, masked: bool, window: int) -> None:
+        """Make a unit sparse, by a selector of this layer's own units; None leaves it dense."""
+        self.attention.selector, self.mlp.selector = heads, mlp
+        self.attention.masked = masked and heads is not None
+        self.mlp.masked = masked and mlp is not None
+        # Masked attention computes every head's K/V at every step, so it misses none.
+        self._window = 0 if heads is None or masked else window
+
+    def cache_shape(self) -> LayerShape:
+        """What this layer needs of a cache."""
+        return LayerShape(self.attention.heads, self.head_dim, self._window)
+
+    def prefill(
+        self,
+        hidden: torch.Tensor,
+        layer: LayerCache,
+        cache: DejaVuCache,
+        mask: torch.Tensor | None,
+        keep: "PerToken | None" = None,
+    ) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]; `keep` masks heads and neurons at every position, for evaluation."""
+        x = self.attention_norm(hidden)
+        keep_heads = keep_neurons = None
+        if keep is not None:
+            keep.tap(self.at_attention, x)
+            keep_heads = keep.of(self.attention.selector)
+        hidden = hidden + self.attention.prefill(x, layer, cache, mask, keep_heads)
+        x = self.mlp_norm(hidden)
+        if keep is not None:
+            keep.tap(self.at_mlp, x)
+            keep_neurons = keep.of(self.mlp.selector)
+        return hidden + self.mlp.prefill(x, keep_neurons)
+
+    def decode(self, hidden: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> torch.Tensor:
+        """[B, D] -> [B, D]"""
+        x = self.attention_norm(hidden)
+        begin_all(self.at_attention, x, cache.live)
+        hidden = hidden + self.attention.decode(x, layer, cache)
+        x = self.mlp_norm(hidden)
+        begin_all(self.at_mlp, x, cache.live)
+        return hidden + self.mlp.decode(x)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Hugging Face's contract, dense: [B, S, D] -> [B, S, D].
+
+        The cache comes as `past_key_values` up to transformers 5.23 or so and as `cache` after; one under yet another
+        name is refused rather than lost.
+        """
+        strangers = [name for name, value in kwargs.items() if isinstance(value, Cache)]
+        if strangers:
+            raise TypeError(f"transformers passes its cache as {strangers}, which this block does not know")
+        past = cache if cache is not None else past_key_values
+        q, k, v = self.attention.project(self.attention_norm(hidden_states))
+        if past is not None:
+            k, v = past.update(k, v, self.layer_idx)
+        hidden = hidden_states + self.attention.attend(q, k, v, attention_mask)
+        return hidden + self.mlp.prefill(self.mlp_norm(hidden))
+
+
+class PerToken:
+    """Every token's own selection, for dense evaluation with zeros; carries a tap's choice to the unit it is for."""
+
+    def __init__(self) -> None:
+        self._keep: dict[Selector, torch.Tensor] = {}
+
+    def tap(self, selectors: list[Selector], x: torch.Tensor) -> None:
+        """Let selectors choose from the tap `x` [B, S, D]."""
+        for selector in selectors:
+            self._keep[selector] = selector.keep(x)
+
+    def of(self, selector: Selector | None) -> torch.Tensor | None:
+        """[B, S, N] bool for a unit's own selector; None for a dense unit."""
+        return None if selector is None else self._keep.pop(selector)

@@ -1,0 +1,79 @@
+"""From tokens to logits through our cache: dense prefill, sparse decode step.
+
+Hugging Face's own forward is not on this path, so the step depends on none of its cache or mask conventions, and all
+that it touches can be captured in a CUDA graph.
+"""
+
+import torch
+from torch import nn
+
+from dejavu_ds.block import PerToken
+from dejavu_ds.cache import DejaVuCache
+from dejavu_ds.injection_policies import Policy
+
+
+def prefill(
+    model: nn.Module,
+    policy: Policy,
+    cache: DejaVuCache,
+    inputs: torch.Tensor,
+    mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    keep: PerToken | None = None,
+    hidden_states: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Run S tokens densely and append them to the cache.
+
+    Args:
+        cache: with room for S more.
+        inputs: [B, S] ids or [B, S, D] embeddings.
+        mask: [B, S] bool, False for padding.
+        position_ids: [B, S] int64, 0 for a sequence's first token; ignored for padding.
+        keep: evaluation only, sparse at every position.
+        hidden_states: a list to append every block's input to.
+
+    Returns:
+        [B, S, D], the last block's output.
+    """
+    start, stop = cache.length, cache.length + inputs.shape[1]
+    cache.key_mask[:, start:stop] = mask
+    attention_mask = _attention_mask(cache.key_mask[:, :stop], start)
+    hidden = policy.embed(model, inputs, position_ids)
+    for block, layer in zip(policy.layers(model), cache.layers, strict=True):
+        if hidden_states is not None:
+            hidden_states.append(hidden)
+        hidden = block.prefill(hidden, layer, cache, attention_mask, keep)
+    cache.advance(inputs.shape[1])
+    cache.position_ids.copy_(position_ids[:, -1] + 1)
+    return hidden
+
+
+def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, tokens: torch.Tensor) -> torch.Tensor:
+    """One new token a sequence, sparse where predictors are attached.
+
+    Args:
+        cache: with room for one more.
+        tokens: [B] int64.
+
+    Returns:
+        [B, V] logits of the next token.
+    """
+    hidden = policy.embed(model, tokens[:, None], cache.position_ids[:, None]).squeeze(1)
+    cache.key_mask.index_fill_(1, cache.position.long(), True)
+    for block, layer in zip(policy.layers(model), cache.layers, strict=True):
+        hidden = block.decode(hidden, layer, cache)
+    cache.advance(1)
+    cache.position_ids += 1
+    return policy.head(model, hidden[:, None]).squeeze(1)
+
+
+def _attention_mask(key_mask: torch.Tensor, start: int) -> torch.Tensor | None:
+    """[B, L] -> [B, 1, L - start, L] bool, or None where plain causal attention says the same."""
+    if start == 0 and bool(key_mask.all()):
+        return None
+    stop = key_mask.shape[1]
+    slots = torch.arange(stop, device=key_mask.device)
+    causal = slots <= slots[start:, None]
+    # A padding query attends to itself: nobody reads it, but a row without any key would be NaN.
+    own = slots == slots[start:, None]
+    return ((causal & key_mask[:, None, :]) | own)[:, None]

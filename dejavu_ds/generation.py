@@ -1,0 +1,147 @@
+"""The generation loop that Hugging Face's `generate` drives through `custom_generate`.
+
+`generate` prepares inputs, logits processors and stopping criteria as for any model; this loop takes the place of its
+`_sample`, with our cache and our decode step.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+
+from dejavu_ds.cache import DejaVuCache
+
+if TYPE_CHECKING:
+    from dejavu_ds.engine import DejaVuEngine
+
+
+def check_supported(config: GenerationConfig, assistant_model: nn.Module | None) -> None:
+    """ValueError, by name, for ways of generating that the cache cannot follow."""
+    if config.num_beams is not None and config.num_beams > 1:
+        raise ValueError(f"num_beams={config.num_beams}: beam search is not supported, use num_beams=1")
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"generation mode {mode.value!r} is not supported, use greedy search or sampling")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name}=True is not supported by generate; use engine.forward for hidden states")
+
+
+def check_mask(mask: torch.Tensor, shape: torch.Size) -> None:
+    """ValueError for an attention mask the loop cannot honour: shape, right padding, an empty sequence."""
+    if mask.shape != shape:
+        raise ValueError(f"attention_mask must be {list(shape)} like input_ids, got {list(mask.shape)}")
+    if not bool((mask[:, -1] != 0).all()):
+        row = int((mask[:, -1] == 0).nonzero()[0])
+        raise ValueError(
+            f"sequence {row} of the batch is padded on the right (or empty): generation continues from the last "
+            "column, so pad on the left (tokenizer padding_side='left')"
+        )
+
+
+def check_length(position_ids: torch.Tensor, new_tokens: int, max_positions: int) -> None:
+    """ValueError when the prompt and the new tokens outrun the model's position embeddings."""
+    prompt = int(position_ids.max()) + 1
+    if prompt + new_tokens > max_positions:
+        raise ValueError(
+            f"prompt of {prompt} tokens + {new_tokens} new tokens = {prompt + new_tokens}, but the model has "
+            f"{max_positions} positions; shorten the prompt or ask for at most "
+            f"{max(0, max_positions - prompt)} new tokens"
+        )
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    engine: "DejaVuEngine",
+    cache: DejaVuCache | None,
+    position_ids: torch.Tensor | None,
+    streamer=None,
+    **model_kwargs,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Greedy search or sampling: prefill once, then one decode step a token.
+
+    Args:
+        input_ids: [B, S], the whole sequences, with what `cache` already holds.
+        engine: whose forward is stepped.
+        cache: from an earlier call, or None.
+        position_ids: [B, S] given by the caller, or None to count unmasked tokens.
+        model_kwargs: from `generate`; of these the loop uses `attention_mask` and `inputs_embeds`.
+
+    Returns:
+        [B, S + new] token ids, or the output object with `return_dict_in_generate=True`.
+    """
+    embeds = model_kwargs.get("inputs_embeds")
+    prompt_shape = input_ids.shape if embeds is None else embeds.shape[:2]
+    mask = model_kwargs["attention_mask"]
+    cached = 0 if cache is None else cache.length
+    check_mask(mask, prompt_shape)
+    if position_ids is None:
+        position_ids = (mask.long().cumsum(1) - 1).clamp_min(-1)
+    new_tokens = generation_config.max_length - input_ids.shape[1]
+    check_length(position_ids, new_tokens, engine.max_positions)
+    if cache is None:
+        cache = engine.new_cache(prompt_shape[0], prompt_shape[1] + new_tokens)
+
+    do_sample = generation_config.do_sample
+    pad = generation_config._pad_token_tensor
+    record = generation_config.return_dict_in_generate
+    scores, raw_logits = [], []
+    live = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    cache.live.fill_(True)
+    logits = engine.forward(
+        input_ids=input_ids[:, cached:] if embeds is None else None,
+        inputs_embeds=embeds,
+        attention_mask=mask,
+        position_ids=position_ids[:, cached:],
+        past_key_values=cache,
+        logits_to_keep=1,
+    ).logits[:, -1]
+    while True:
+        next_scores = logits_processor(input_ids, logits.float())
+        if record and generation_config.output_scores:
+            scores.append(next_scores)
+        if record and generation_config.output_logits:
+            raw_logits.append(logits.float())
+        tokens = _next_tokens(next_scores, do_sample)
+        if pad is not None:
+            tokens = torch.where(live, tokens, pad)
+        # The ranks hold the same logits, but a random draw or a clock may differ: rank 0 decides.
+        tokens = engine.tp.broadcast(tokens)
+        input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        finished = stopping_criteria(input_ids, tuple(scores) if scores else None)
+        live = engine.tp.broadcast((live & ~finished).to(torch.uint8)).bool()
+        if not bool(live.any()):
+            break
+        cache.live.copy_(live)
+        logits = engine.decode_one_token(tokens, cache)
+    if streamer is not None:
+        streamer.end()
+    if not record:
+        return input_ids
+    output = GenerateDecoderOnlyOutput(
+        sequences=input_ids, scores=tuple(scores) or None, logits=tuple(raw_logits) or None
+    )
+    output[cache_field(GenerateDecoderOnlyOutput)] = cache
+    return output
+
+
+def cache_field(output_class: type) -> str:
+    """What this transformers calls the cache in an output: `past_key_values`, or `cache` in later ones."""
+    names = {field.name for field in dataclasses.fields(output_class)}
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def _next_tokens(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    if not do_sample:
+        return scores.argmax(dim=-1)
+    return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)

@@ -1,0 +1,62 @@
+"""The MLP of a block, dense, masked or gathered."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dejavu_ds.collectives import TensorParallel
+from dejavu_ds.kernels.ops import Ops
+from dejavu_ds.selection import Selector
+
+
+class SparseMLP(nn.Module):
+    """y = relu(x fc1^T + b1) fc2^T + b2 over the F neurons of this rank, or over the kept ones.
+
+    Storage makes one neuron one contiguous row in both matrices; prefill and decode read the same copy.
+        fc1  [F, D], b1 [F] or None      as nn.Linear stores it
+        fc2  [F, D], b2 [D] or None      transposed
+    A neuron left out and a neuron whose ReLU is zero are the same thing, so a selection that covers every positive
+    neuron gives the dense result.
+    """
+
+    def __init__(self, fc1: nn.Module, fc2: nn.Module, ops: Ops, tp: TensorParallel) -> None:
+        super().__init__()
+        self.fc1 = nn.Parameter(fc1.weight.detach().contiguous(), requires_grad=False)
+        self.b1 = frozen(fc1.bias)
+        self.fc2 = nn.Parameter(fc2.weight.detach().t().contiguous(), requires_grad=False)
+        self.b2 = frozen(fc2.bias)
+        self.selector: Selector | None = None
+        self.masked = False
+        self._ops = ops
+        self._tp = tp
+
+    @property
+    def neurons(self) -> int:
+        """Neurons on this rank; shards may be uneven."""
+        return self.fc1.shape[0]
+
+    def prefill(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Dense over [B, S, D]; `keep` [B, S, F] bool zeroes neurons token by token."""
+        h = torch.relu(F.linear(x, self.fc1, self.b1))
+        if keep is not None:
+            h = h * keep
+        return self._finish(h @ self.fc2)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        """One token a sequence, [B, D] -> [B, D]."""
+        if self.selector is None:
+            return self.prefill(x)
+        idx, count, mask = self.selector.join()
+        if self.masked:
+            return self.prefill(x, mask)
+        h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True)
+        return self._finish(self._ops.gather_down_proj(h, self.fc2, idx, count, skip_zeros=True))
+
+    def _finish(self, y: torch.Tensor) -> torch.Tensor:
+        y = self._tp.all_reduce(y)
+        return y if self.b2 is None else y + self.b2
+
+
+def frozen(tensor: torch.Tensor | None) -> nn.Parameter | None:
+    """A parameter that asks for no gradient, or None."""
+    return None if tensor is None else nn.Parameter(tensor.detach().contiguous(), requires_grad=False)

@@ -1,0 +1,101 @@
+"""What the decode steps really kept and read."""
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from dejavu_ds.engine import DejaVuEngine
+
+
+@dataclass
+class StepReport:
+    """Means over the decode steps since the last reset, over all layers and ranks.
+
+    steps                decode steps; one step makes one token for each sequence of the batch
+    mlp_density          neurons kept / all neurons
+    head_density         heads kept / all heads
+    mlp_by_layer, heads_by_layer  the same layer by layer
+    weight_bytes_read    bytes of weights a step reads, predictors and head included, summed over the ranks
+    dense_weight_bytes   what a dense step reads, likewise
+    share_read           the former over the latter
+    """
+
+    steps: int
+    mlp_density: float
+    head_density: float
+    weight_bytes_read: int
+    dense_weight_bytes: int
+    share_read: float
+    mlp_by_layer: list[float] = field(default_factory=list)
+    heads_by_layer: list[float] = field(default_factory=list)
+
+    def as_dict(self) -> dict:
+        """Plain numbers and lists, for JSON."""
+        return asdict(self)
+
+
+class StepStats:
+    """Counts on the device what each step keeps; `report` brings the sums to the host.
+
+    Bytes follow from the counts: a kept neuron is a row of fc1 and one of fc2 (rows that fc2 skips because their
+    activation is exactly zero are counted as read), a kept head its rows of q, k, v and the output projection, a
+    recovered head its rows of k and v once more. In masked mode these are the bytes that the gather would read.
+    """
+
+    def __init__(self, engine: "DejaVuEngine") -> None:
+        self._engine = engine
+        self.steps = 0
+
+    def count_step(self) -> None:
+        """One more decode step."""
+        self.steps += 1
+
+    def reset(self) -> None:
+        """Forget all steps so far."""
+        self.steps = 0
+        for block in self._engine.blocks:
+            block.attention.recovered_total.zero_()
+            for selector in (block.attention.selector, block.mlp.selector):
+                if selector is not None:
+                    selector.kept_total.zero_()
+
+    def report(self) -> StepReport:
+        """The means; collective under tensor parallelism, so every rank must call it."""
+        engine, steps = self._engine, max(self.steps, 1)
+        rows = [_layer_counts(block, steps) for block in engine.blocks]
+        counts = torch.tensor(rows, dtype=torch.float64, device=engine.device)
+        kept_heads, heads, kept_neurons, neurons, read, dense = engine.tp.all_reduce(counts).T.tolist()
+        fixed = torch.tensor([float(_bytes(engine.module.lm_head))], dtype=torch.float64, device=engine.device)
+        fixed = engine.tp.all_reduce(fixed).item()
+        read_total, dense_total = sum(read) + fixed, sum(dense) + fixed
+        return StepReport(
+            steps=self.steps,
+            mlp_density=sum(kept_neurons) / sum(neurons),
+            head_density=sum(kept_heads) / sum(heads),
+            weight_bytes_read=round(read_total),
+            dense_weight_bytes=round(dense_total),
+            share_read=read_total / dense_total,
+            mlp_by_layer=[kept / all_ for kept, all_ in zip(kept_neurons, neurons, strict=True)],
+            heads_by_layer=[kept / all_ for kept, all_ in zip(kept_heads, heads, strict=True)],
+        )
+
+
+def _layer_counts(block: nn.Module, steps: int) -> tuple[float, ...]:
+    """Heads and neurons kept, bytes read and the dense ones, of one layer, rank and step."""
+    attention, mlp = block.attention, block.mlp
+    head_bytes, neuron_bytes = _bytes(attention) / attention.heads, _bytes(mlp) / mlp.neurons
+    heads = attention.heads if attention.selector is None else attention.selector.kept_total.item() / steps
+    neurons = mlp.neurons if mlp.selector is None else mlp.selector.kept_total.item() / steps
+    # Of a head's rows (q, k, v, out: head_dim each, biases aside) recovery reads k and v again.
+    recovered = attention.recovered_total.item() / steps * head_bytes / 2
+    norms = _bytes(block.attention_norm) + _bytes(block.mlp_norm)
+    predictors = sum(_bytes(s.predictor) for s in (attention.selector, mlp.selector) if s is not None)
+    read = norms + predictors + heads * head_bytes + recovered + neurons * neuron_bytes
+    return heads, attention.heads, neurons, mlp.neurons, read, norms + _bytes(attention) + _bytes(mlp)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

@@ -1,0 +1,64 @@
+"""OPT (Zhang et al. 2022, arXiv:2205.01068), pre-norm with ReLU: the family Deja Vu was shown on.
+
+Replaced is each `OPTDecoderLayer` of `model.model.decoder.layers`. The block keeps the children's names, so DeepSpeed
+finds the linears where it would in the original layer: q/k/v_proj and fc1 are split by rows (heads, neurons), out_proj
+and fc2 by columns, and their outputs are summed over the ranks.
+"""
+
+import torch
+from torch import nn
+
+from dejavu_ds.injection_policies.base import BlockParts
+
+
+class OPTPolicy:
+    model_type = "opt"
+    row_parallel = ("self_attn.out_proj", ".fc2")
+
+    def check(self, config) -> None:
+        if not config.do_layer_norm_before:
+            raise ValueError(
+                "this OPT is post-norm (do_layer_norm_before=False, as opt-350m): its block is not supported yet; "
+                "use a pre-norm OPT (every published size but 350m)"
+            )
+        if config.activation_function != "relu":
+            raise ValueError(
+                f"contextual sparsity relies on ReLU's exact zeros, this model has activation_function="
+                f"{config.activation_function!r}; use a model with 'relu'"
+            )
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        return model.model.decoder.layers
+
+    def parts(self, layer: nn.Module) -> BlockParts:
+        attention = layer.self_attn
+        return BlockParts(
+            attention_norm=layer.self_attn_layer_norm,
+            q=attention.q_proj,
+            k=attention.k_proj,
+            v=attention.v_proj,
+            out=attention.out_proj,
+            mlp_norm=layer.final_layer_norm,
+            fc1=layer.fc1,
+            fc2=layer.fc2,
+        )
+
+    def head_dim(self, config) -> int:
+        return config.hidden_size // config.num_attention_heads
+
+    def embed(self, model: nn.Module, inputs: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        decoder = model.model.decoder
+        hidden = inputs if inputs.is_floating_point() else decoder.embed_tokens(inputs)
+        if decoder.project_in is not None:
+            hidden = decoder.project_in(hidden)
+        positions = decoder.embed_positions
+        # The table's first two rows belong to no position; a padding token has position -1 and reads the second.
+        return hidden + nn.functional.embedding(position_ids + positions.offset, positions.weight)
+
+    def head(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        decoder = model.model.decoder
+        if decoder.final_layer_norm is not None:
+            hidden = decoder.final_layer_norm(hidden)
+        if decoder.project_out is not None:
+            hidden = decoder.project_out(hidden)
+        return model.lm_head(hidden)

@@ -1,0 +1,190 @@
+"""Generate text with contextual sparsity: `deepspeed --num_gpus N launch/generate.py`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from dejavu_ds.launch.common import (
+    DTYPES,
+    Parser,
+    quiet_imports,
+    rank,
+    reported_errors,
+    set_cpu_threads,
+    shared_by_rank_0,
+    torch_dtype,
+    world_size,
+)
+
+SAMPLE_PROMPT = "The king sat down and"
+
+EPILOG = """\
+density and threshold:
+  Density is the share of neurons or heads that a token keeps; sparsity is 1 - density. Asking for a density sets a
+  threshold in every layer: a unit is kept when its predictor's logit lies above it. The thresholds come from a table
+  of logit quantiles that was measured on calibration text, so the density realised varies from token to token around
+  the one asked for; the closing line gives what was realised. The density asked for is the mean over layers 1 and up;
+  layer 0, whose input changes most, has a budget of its own in the predictor set.
+
+  --mlp-density .2     a fifth of the neurons          --mlp-density 1    every neuron
+  --head-density .5    half of the heads               --head-density 1   every head
+  --dense              no predictors at all: Hugging Face's own result
+"""
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="generate.py", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--model", help="folder or hub name of an OPT (default: the bundled trained 7 M model)")
+    parser.add_argument("--predictors", help="folder or hub id of its predictors (default: those of the bundled model)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help=f"text to continue, - for standard input (default: {SAMPLE_PROMPT!r})")
+    source.add_argument("--prompt-file", help="file whose text to continue, - for standard input")
+    parser.add_argument("--mlp-density", type=float, help="share of MLP neurons to keep, (0, 1] (default: the set's)")
+    parser.add_argument("--head-density", type=float, help="share of heads to keep, (0, 1] (default: the set's)")
+    parser.add_argument("--lookahead", choices=("half", "full", "none"), help="refuse predictors of another lookahead")
+    parser.add_argument("--dense", action="store_true", help="every head and neuron, no predictors")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    sampling = parser.add_argument_group("sampling (greedy without any of these)")
+    sampling.add_argument("--sample", action="store_true", help="sample at temperature 1")
+    sampling.add_argument("--temperature", type=float)
+    sampling.add_argument("--top-k", type=int)
+    sampling.add_argument("--top-p", type=float)
+    sampling.add_argument("--repetition-penalty", type=float, help="applies to greedy search too")
+    sampling.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stats", action="store_true", help="densities layer by layer at the end")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object in a line of its own")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, load, generate, report."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    with quiet_imports():
+        import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
+    set_cpu_threads()
+    with reported_errors(parser.prog):
+        run(args)
+
+
+def run(args) -> None:
+    """Load the engine, stream the continuation, print the figures."""
+    import torch
+    from transformers import AutoTokenizer, TextStreamer, set_seed
+
+    import dejavu_ds
+    from dejavu_ds.checkpoint import bundled_model
+    from dejavu_ds.generation import check_length
+
+    prompt = shared_by_rank_0(lambda: read_prompt(args))
+    model = args.model or str(bundled_model())
+    predictors = choose_predictors(args)
+    sparsity = None if args.dense else dejavu_ds.SparsityConfig(args.mlp_density, args.head_density, args.lookahead)
+    engine = dejavu_ds.init_inference(
+        model,
+        predictors=predictors,
+        sparsity=sparsity,
+        tensor_parallel={"tp_size": world_size()},
+        **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    inputs = tokenizer(prompt, return_tensors="pt").to(engine.device)
+    positions = torch.arange(inputs.input_ids.shape[1])
+    check_length(positions, args.max_new_tokens, engine.max_positions)
+    set_seed(args.seed)
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if rank() == 0 else None
+    start = time.perf_counter()
+    ids = engine.generate(**inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling_options(args))[
+        0, inputs.input_ids.shape[1] :
+    ]
+    seconds = time.perf_counter() - start
+    report = engine.stats.report()
+    if rank() == 0:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        figures = {
+            "prompt": prompt,
+            "text": text,
+            "new_tokens": len(ids),
+            "tokens_per_s": len(ids) / seconds,
+            "mlp_density": report.mlp_density,
+            "head_density": report.head_density,
+            "weight_bytes_read": report.weight_bytes_read,
+            "tp": world_size(),
+        }
+        print_figures(figures, report, args)
+
+
+def read_prompt(args) -> str:
+    """The prompt's text; ValueError for one that is empty or cannot be read."""
+    source = args.prompt_file if args.prompt_file is not None else args.prompt
+    if source == "-":
+        text = sys.stdin.read()
+    elif args.prompt_file is not None:
+        try:
+            text = Path(args.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the prompt file {args.prompt_file!r} cannot be read: {error}") from error
+    else:
+        text = SAMPLE_PROMPT if source is None else source
+    text = text.strip("\n")
+    if not text.strip():
+        raise ValueError(f"the prompt is empty ({len(text)} characters); give some text to continue")
+    return text
+
+
+def choose_predictors(args) -> str | None:
+    """The predictor set to load; None for dense. ValueError where neither can be meant."""
+    from dejavu_ds.checkpoint import bundled_model
+
+    if args.dense:
+        given = [name for name in ("predictors", "mlp_density", "head_density") if getattr(args, name) is not None]
+        if given:
+            raise ValueError(f"--dense and --{given[0].replace('_', '-')} exclude each other; drop one")
+        return None
+    if args.predictors is not None:
+        return args.predictors
+    if args.model is None:
+        return str(bundled_model() / "predictors")
+    raise ValueError(
+        f"no predictors for --model {args.model}: give --predictors, train some with launch/train_predictors.py, "
+        "or run --dense"
+    )
+
+
+def sampling_options(args) -> dict:
+    """Keywords for `generate`."""
+    options = {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "repetition_penalty")
+        if (value := getattr(args, name)) is not None
+    }
+    sampled = args.sample or any(name in options for name in ("temperature", "top_k", "top_p"))
+    return {"do_sample": sampled, **options}
+
+
+def print_figures(figures: dict, report, args) -> None:
+    """The closing line, the table of --stats and the object of --json."""
+    print(
+        f"\n{figures['new_tokens']} tokens, {figures['tokens_per_s']:.1f} tokens/s on {figures['tp']} rank(s); kept "
+        f"{report.mlp_density:.3f} of the MLP neurons and {report.head_density:.3f} of the heads; read "
+        f"{report.weight_bytes_read / 1e6:.2f} MB of weights a token, {report.share_read:.3f} of the dense "
+        f"{report.dense_weight_bytes / 1e6:.2f} MB"
+    )
+    if args.stats:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("layer", "MLP density", "head density", title=f"kept, mean of {report.steps} decode steps")
+        for i, (mlp, heads) in enumerate(zip(report.mlp_by_layer, report.heads_by_layer, strict=True)):
+            table.add_row(str(i), f"{mlp:.3f}", f"{heads:.3f}")
+        Console().print(table)
+    if args.json:
+        print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

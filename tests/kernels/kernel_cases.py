@@ -1,0 +1,253 @@
+"""Inputs, fp64 truths and checks that the kernel tests share.
+
+Everything an operation must not read holds NaN. An operation under test is the kernel or its torch reference; both
+are held to the truth, not to each other.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+
+from dejavu_ds.kernels.ops import TORCH, TRITON
+
+NAN = float("nan")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+IMPLEMENTATIONS = {"triton": TRITON, "torch": TORCH}
+
+
+def assert_exact(out: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, rounded_once: bool) -> None:
+    """Compare with the fp64 truth element by element; `terms` is the sum of the magnitudes that were added up.
+
+    A kernel computes in fp32 and rounds its result once. Torch may round to the dtype in between, so its error is
+    relative to the terms. The last summand covers the subnormals of fp16.
+    """
+    assert out.shape == exact.shape, f"shape {tuple(out.shape)}, expected {tuple(exact.shape)}"
+    assert torch.isfinite(out).all(), "NaN or infinity in the output"
+    eps = torch.finfo(out.dtype).eps
+    bound = eps * exact.abs() + 8 * torch.finfo(torch.float32).eps * terms if rounded_once else 4 * eps * terms
+    excess = (out.double() - exact).abs() - bound - torch.finfo(out.dtype).smallest_normal
+    assert (excess <= 0).all(), f"error beyond its bound by {excess.max().item():.2e}"
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Equal including NaN: what an operation must leave alone."""
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def scalar(value: int, device: str) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def randn(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.randn(*shape).to(device, dtype)
+
+
+def pick(units: int, cap: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A capacity of `cap` slots whose first `count` hold distinct units in random order; the set as a mask, too."""
+    order = torch.randperm(units)
+    kept = torch.zeros(units, dtype=torch.bool)
+    kept[order[:count]] = True
+    # Slots beyond the count point to units that hold NaN, where there is one.
+    slots = torch.cat([order[:count], order[-1:].expand(cap - count)])
+    return slots.int(), kept
+
+
+def rows_of(idx: torch.Tensor, count: int, group: int) -> torch.Tensor:
+    return torch.cat([torch.arange(group) + int(unit) * group for unit in idx[:count]] or [torch.empty(0)]).long()
+
+
+def make_up(B, D, units, count, group, bias, relu, dtype, device, cap=None):
+    idx, kept = pick(units, cap or units, count)
+    unread = ~kept.repeat_interleave(group)
+    w, b = torch.randn(units * group, D) / D**0.5, torch.randn(units * group)
+    w[unread], b[unread] = NAN, NAN
+    return {
+        "x": randn(B, D, dtype=dtype, device=device),
+        "w": w.to(device, dtype),
+        "b": b.to(device, dtype) if bias else None,
+        "idx": idx.to(device),
+        "count": scalar(count, device),
+        "group": group,
+        "relu": relu,
+    }
+
+
+def check_up(op: Callable, case: dict, rounded_once: bool) -> None:
+    count, group = int(case["count"]), case["group"]
+    rows = rows_of(case["idx"].cpu(), count, group).to(case["x"].device)
+    x, w = case["x"].double(), case["w"][rows].double()
+    exact, terms = x @ w.T, x.abs() @ w.abs().T
+    if case["b"] is not None:
+        b = case["b"][rows].double()
+        exact, terms = exact + b, terms + b.abs()
+    if case["relu"]:
+        exact = exact.clamp(min=0)
+    y, again = op(**case), op(**case)
+    assert y.shape == (x.shape[0], case["idx"].numel() * group) and y.dtype == case["x"].dtype
+    assert_exact(y[:, : count * group], exact, terms, rounded_once)
+    assert_same_bits(y[:, : count * group], again[:, : count * group])
+
+
+def make_down(B, D, units, count, group, skip_zeros, dtype, device, cap=None):
+    idx, kept = pick(units, cap or units, count)
+    w = torch.randn(units * group, D)
+    w[~kept.repeat_interleave(group)] = NAN
+    h = torch.randn(B, idx.numel() * group)
+    if skip_zeros:
+        h[torch.rand(h.shape) < 0.3] = 0.0
+        zero = torch.rand(count * group) < 0.4
+        h[:, : count * group][:, zero] = 0.0
+        never_live = (h[:, : count * group] == 0).all(dim=0)
+        w[rows_of(idx, count, group)[never_live]] = float("inf")
+    h[:, count * group :] = NAN
+    return {
+        "h": h.to(device, dtype),
+        "w": w.to(device, dtype),
+        "idx": idx.to(device),
+        "count": scalar(count, device),
+        "group": group,
+        "skip_zeros": skip_zeros,
+    }
+
+
+def check_down(op: Callable, case: dict, rounded_once: bool) -> None:
+    count, group = int(case["count"]), case["group"]
+    rows = rows_of(case["idx"].cpu(), count, group).to(case["h"].device)
+    h, w = case["h"][:, : count * group].double(), case["w"][rows].double()
+    if case["skip_zeros"]:
+        w[(h == 0).all(dim=0)] = 0.0
+    y, again = op(**case), op(**case)
+    assert y.dtype == case["h"].dtype
+    assert_exact(y, h @ w, h.abs() @ w.abs(), rounded_once)
+    assert_same_bits(y, again)
+
+
+def make_attention(B, H, T, t, head_dim, count, dtype, device, cap=None, holes=0.3):
+    head_idx, kept = pick(H, cap or H, count)
+    qkv = torch.randn(B, head_idx.numel(), 3, head_dim)
+    qkv[:, count:] = NAN
+    key_mask = torch.rand(B, T) >= holes
+    caches = torch.randn(2, B, H, T, head_dim)
+    caches[:, :, ~kept] = NAN
+    caches[:, :, :, t:] = NAN
+    caches.masked_fill_(~key_mask[None, :, None, :, None], NAN)
+    k_cache, v_cache = caches.to(device, dtype)
+    return {
+        "qkv": qkv.to(device, dtype),
+        "k_cache": k_cache.contiguous(),
+        "v_cache": v_cache.contiguous(),
+        "head_idx": head_idx.to(device),
+        "count": scalar(count, device),
+        "position": scalar(t, device),
+        "key_mask": key_mask.to(device),
+        "scale": head_dim**-0.5,
+    }
+
+
+def attention_truth(case: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q @ K.T) @ V in fp64, and the terms of its error bound, each [B, count, head_dim]."""
+    count, t = int(case["count"]), int(case["position"])
+    heads = case["head_idx"][:count].long()
+    q, k_new, v_new = case["qkv"][:, :count].double().unbind(2)
+    k = torch.cat([case["k_cache"][:, heads, :t].double(), k_new[:, :, None]], dim=2)
+    v = torch.cat([case["v_cache"][:, heads, :t].double(), v_new[:, :, None]], dim=2)
+    attended = case["key_mask"][:, : t + 1].clone()
+    attended[:, t] = True
+    k = torch.where(attended[:, None, :, None], k, 0.0)
+    v = torch.where(attended[:, None, :, None], v, 0.0)
+    score = case["scale"] * (k @ q[..., None]).squeeze(-1)
+    p = torch.where(attended[:, None], score, -torch.inf).softmax(dim=-1)
+    # An error in a score is a relative error of its weight.
+    largest = case["scale"] * (k.abs() @ q.abs()[..., None]).squeeze(-1).amax(dim=-1)
+    terms = (1 + largest[..., None]) * (p[:, :, None] @ v.abs()).squeeze(2)
+    return (p[:, :, None] @ v).squeeze(2), terms
+
+
+def check_attention(op: Callable, case: dict, rounded_once: bool) -> None:
+    count, t = int(case["count"]), int(case["position"])
+    exact, terms = attention_truth(case)
+    first, second = copy.deepcopy(case), copy.deepcopy(case)
+    out, again = op(**first), op(**second)
+    B, cap, _, head_dim = case["qkv"].shape
+    assert out.shape == (B, cap, head_dim) and out.dtype == case["qkv"].dtype
+    assert_exact(out[:, :count], exact, terms, rounded_once)
+    assert_same_bits(out[:, :count], again[:, :count])
+    for part, name in ((1, "k_cache"), (2, "v_cache")):
+        expected = case[name].clone()
+        expected[:, case["head_idx"][:count].long(), t] = case["qkv"][:, :count, part]
+        assert_same_bits(first[name], expected)
+
+
+def make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device):
+    watermark, selected = torch.tensor(watermark, dtype=torch.int32), torch.tensor(selected)
+    missing = t - watermark
+    due = (missing > 0) & (selected | (missing >= W))
+    inputs = torch.full((B, W, D), NAN)
+    for head in due.nonzero().flatten().tolist():
+        positions = torch.arange(int(watermark[head]), t) % W
+        inputs[:, positions] = torch.randn(B, positions.numel(), D)
+    w, b = torch.randn(H, 3, head_dim, D) / D**0.5, torch.randn(H, 3, head_dim)
+    w[~due], b[~due] = NAN, NAN
+    w[:, 0], b[:, 0] = NAN, NAN
+    cache = torch.full((B, H, T, head_dim), NAN).to(device, dtype)
+    return {
+        "inputs": inputs.to(device, dtype),
+        "w": w.to(device, dtype),
+        "b": b.to(device, dtype) if bias else None,
+        "selected": selected.to(device),
+        "watermark": watermark.to(device),
+        "position": scalar(t, device),
+        "k_cache": cache,
+        "v_cache": cache.clone(),
+    }
+
+
+def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
+    W, t = case["inputs"].shape[1], int(case["position"])
+    first, second = copy.deepcopy(case), copy.deepcopy(case)
+    assert op(**first) is None
+    op(**second)
+    assert torch.equal(first["watermark"], case["watermark"])
+    for part, name in ((1, "k_cache"), (2, "v_cache")):
+        assert_same_bits(first[name], second[name])
+        untouched = first[name].clone()
+        for head, start in enumerate(case["watermark"].tolist()):
+            if start >= t or not (case["selected"][head] or t - start >= W):
+                continue
+            positions = torch.arange(start, t, device=untouched.device)
+            x, w = case["inputs"][:, positions % W].double(), case["w"][head, part].double()
+            exact, terms = x @ w.T, x.abs() @ w.abs().T
+            if case["b"] is not None:
+                b = case["b"][head, part].double()
+                exact, terms = exact + b, terms + b.abs()
+            assert_exact(first[name][:, head, start:t], exact, terms, rounded_once)
+            untouched[:, head, start:t] = case[name][:, head, start:t]
+        assert_same_bits(untouched, case[name])
+
+
+def make_select(B, N, threshold, live, dtype, device):
+    logits = torch.randn(B, N).to(dtype)
+    where = torch.rand(B, N)
+    logits[where < 0.05] = NAN
+    logits[where > 0.95] = threshold  # not above it
+    return {
+        "logits": logits.to(device),
+        "threshold": threshold,
+        "live": None if live is None else torch.tensor(live, device=device),
+        "idx_out": torch.full((N,), -1, dtype=torch.int32, device=device),
+        "count_out": torch.full((1,), -1, dtype=torch.int32, device=device),
+        "mask_out": torch.ones(N, dtype=torch.bool, device=device),
+    }
+
+
+def check_select(op: Callable, case: dict) -> None:
+    logits = case["logits"].double().tolist()
+    live = [True] * len(logits) if case["live"] is None else case["live"].tolist()
+    rows = [row for row, alive in zip(logits, live, strict=True) if alive]
+    kept = [n for n in range(case["logits"].shape[1]) if any(row[n] > case["threshold"] for row in rows)]
+    for _ in range(2):
+        assert op(**case) is None
+        assert case["count_out"].item() == len(kept)
+        assert case["idx_out"][: len(kept)].tolist() == kept
+        assert case["mask_out"].nonzero().flatten().tolist() == kept

@@ -1,0 +1,88 @@
+"""Random small cases of every kernel. A failure names its seed: `run_case(seed, device)` is the case."""
+
+import random
+
+import kernel_cases as cases
+import pytest
+import torch
+
+from dejavu_ds.kernels import decode_attention, gather_down_proj
+from dejavu_ds.kernels.ops import TRITON
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+CASES = 10_000 if torch.cuda.is_available() else 1_000
+CHUNK = 50
+
+# Few distinct values for what a kernel is compiled for, so that a GPU spends its time on cases, not on compiling.
+BATCHES = (1, 2, 3, 5, 17)
+WIDTHS = (5, 33, 64)
+HEAD_DIMS = (5, 20, 33)
+
+
+def fuzz_select(rng, dtype, device):
+    B, N = rng.choice(BATCHES), rng.randint(1, 1500)
+    live = rng.choice([None, [rng.random() < 0.5 for _ in range(B)]])
+    threshold = rng.randint(-8, 12) / 4
+    cases.check_select(TRITON.select, cases.make_select(B, N, threshold, live, dtype, device))
+
+
+def fuzz_up(rng, dtype, device):
+    group, relu = rng.choice([(1, True), (6, False)])
+    units = rng.randint(1, 40 // group)
+    cap = rng.randint(1, units)
+    shape = rng.choice(BATCHES), rng.choice(WIDTHS), units, rng.randint(0, cap), group
+    case = cases.make_up(*shape, rng.random() < 0.5, relu, dtype, device, cap=cap)
+    cases.check_up(TRITON.gather_up_proj, case, True)
+
+
+def fuzz_down(rng, dtype, device):
+    group, skip_zeros = rng.choice([(1, True), (6, False)])
+    units = rng.randint(1, 60 // group)
+    cap = rng.randint(1, units)
+    shape = rng.choice(BATCHES), rng.choice(WIDTHS), units, rng.randint(0, cap), group
+    case = cases.make_down(*shape, skip_zeros, dtype, device, cap=cap)
+    cases.check_down(TRITON.gather_down_proj, case, True)
+
+
+def fuzz_attention(rng, dtype, device):
+    T = rng.randint(1, 80)
+    H = rng.randint(1, 4)
+    cap = rng.randint(1, H)
+    shape = rng.choice((1, 2, 3)), H, T, rng.randrange(T), rng.choice(HEAD_DIMS), rng.randint(0, cap)
+    case = cases.make_attention(*shape, dtype, device, cap=cap, holes=rng.choice((0.0, 0.3, 0.9)))
+    cases.check_attention(TRITON.decode_attention, case, True)
+
+
+def fuzz_recover(rng, dtype, device):
+    B, W, D, H = rng.choice((1, 2, 3)), rng.randint(1, 6), rng.choice(WIDTHS), rng.randint(1, 3)
+    t = rng.randint(0, 12)
+    watermark = [max(0, t - rng.randint(0, W)) for _ in range(H)]
+    selected = [rng.random() < 0.5 for _ in range(H)]
+    sizes = B, W, D, H, rng.choice((5, 8)), 13, t, watermark, selected
+    case = cases.make_recover(*sizes, rng.random() < 0.5, dtype, device)
+    cases.check_recover(TRITON.recover_kv, case, True)
+
+
+def run_case(seed: int, device: str) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = rng.choice(list(cases.DTYPES.values()))
+    rng.choice([fuzz_select, fuzz_up, fuzz_down, fuzz_attention, fuzz_recover])(rng, dtype, device)
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch):
+    """Small cases split their work as large ones do."""
+    monkeypatch.setattr(gather_down_proj, "_MIN_ROWS_PER_SPLIT", 16)
+    monkeypatch.setattr(decode_attention, "_ONE_SPLIT_T", 40)
+    monkeypatch.setattr(decode_attention, "_KEYS_PER_SPLIT", 40)
+
+
+@pytest.mark.parametrize("first", range(0, CASES, CHUNK))
+def test_random_cases(first, device):
+    for seed in range(first, first + CHUNK):
+        try:
+            run_case(seed, device)
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {type(error).__name__}: {error}", pytrace=True)

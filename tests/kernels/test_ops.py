@@ -1,0 +1,81 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernel_cases import IMPLEMENTATIONS, NAN, make_attention, make_down, make_up, scalar
+
+from dejavu_ds.kernels.ops import TORCH, TRITON, ops_for
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def ops(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+def test_ops_for_a_device():
+    assert ops_for("cpu") is TORCH and ops_for(torch.device("cpu")) is TORCH
+    assert ops_for("cuda") is TRITON and ops_for(torch.device("cuda", 1)) is TRITON
+    with pytest.raises(ValueError, match="cuda or cpu"):
+        ops_for("meta")
+
+
+def test_import_needs_no_driver():
+    """Without a GPU and outside the interpreter, importing the kernels must work; only launching them needs one."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", "import dejavu_ds.kernels.ops"], check=True, env=env)
+
+
+def test_keeping_the_active_neurons_is_the_dense_mlp(ops, device):
+    """The chain of a sparse MLP on oracle logits: ReLU makes every neuron left out an exact zero."""
+    torch.manual_seed(0)
+    B, D, F = 3, 33, 90
+    x = torch.randn(B, D, device=device)
+    fc1, bias, fc2 = torch.randn(F, D, device=device), torch.randn(F, device=device), torch.randn(F, D, device=device)
+    logits = x @ fc1.T + bias
+    dense = torch.relu(x.double() @ fc1.double().T + bias.double()) @ fc2.double()
+    idle = (logits <= 0).all(dim=0)
+    fc1[idle], bias[idle], fc2[idle] = NAN, NAN, NAN
+    idx = torch.empty(F, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    mask = torch.empty(F, dtype=torch.bool, device=device)
+    ops.select(logits, 0.0, None, idx, count, mask)
+    h = ops.gather_up_proj(x, fc1, bias, idx, count, relu=True)
+    y = ops.gather_down_proj(h, fc2, idx, count, skip_zeros=True)
+    torch.testing.assert_close(y.double(), dense, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_counts(device):
+    """The launches are captured with one count and position and replayed with others."""
+    torch.manual_seed(0)
+    up = make_up(1, 64, 200, 200, 1, True, True, torch.float16, device)
+    down = make_down(1, 64, 200, 200, 1, False, torch.float16, device)
+    attention = make_attention(2, 6, 600, 500, 64, 6, torch.float16, device, holes=0.0)
+    up["count"] = down["count"] = count = scalar(50, device)
+    attention["count"], attention["position"] = heads, position = scalar(2, device), scalar(400, device)
+
+    def step():
+        return (
+            TRITON.gather_up_proj(**up),
+            TRITON.gather_down_proj(**down),
+            TRITON.decode_attention(**attention),
+        )
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for kept, kept_heads, t in ((50, 2, 400), (200, 6, 450), (0, 0, 3), (7, 1, 499)):
+        count.fill_(kept)
+        heads.fill_(kept_heads)
+        position.fill_(t)
+        graph.replay()
+        eager = step()
+        assert torch.equal(captured[0][:, :kept], eager[0][:, :kept])
+        assert torch.equal(captured[1], eager[1])
+        assert torch.equal(captured[2][:, :kept_heads], eager[2][:, :kept_heads])

@@ -1,0 +1,111 @@
+import pytest
+import torch
+from kernel_cases import DTYPES, IMPLEMENTATIONS, assert_exact, check_recover, make_recover, scalar
+
+from dejavu_ds.kernels.recover_kv import advance_watermark, recover_kv
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(
+    "B, W, D, H, head_dim, T, t, watermark, selected, bias",
+    [
+        (1, 8, 100, 3, 20, 30, 13, [10, 13, 12], [True, True, False], True),
+        (2, 8, 33, 3, 5, 30, 20, [12, 12, 13], [False, True, False], True),  # two overdue, one of them selected
+        (3, 4, 64, 1, 32, 9, 4, [0], [False], False),  # the whole ring
+        (5, 16, 20, 3, 5, 40, 31, [20, 31, 29], [True, False, True], True),  # the ring wraps
+        (1, 8, 257, 1, 33, 10, 5, [5], [True], True),  # nothing missing
+        (17, 3, 20, 2, 5, 10, 6, [5, 4], [True, False], True),
+        (1, 4, 768, 2, 8, 6, 2, [1, 1], [False, True], True),
+    ],
+)
+def test_matches_fp64(implementation, B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device):
+    torch.manual_seed(0)
+    case = make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device)
+    check_recover(IMPLEMENTATIONS[implementation].recover_kv, case, implementation == "triton")
+
+
+def test_watermark_advances(device):
+    watermark = torch.tensor([9, 4, 6, 2, 10], dtype=torch.int32, device=device)
+    selected = torch.tensor([True, True, False, False, False], device=device)
+    advance_watermark(watermark, selected, scalar(10, device), W=8)
+    # selected: past t; two that rest keep theirs; the overdue one (2) was recovered up to t - 1
+    assert watermark.tolist() == [11, 11, 6, 10, 10]
+
+
+def test_heads_that_take_turns_have_all_keys(implementation, device):
+    """Two sets of heads alternate and one head is never selected; at each step what a selected head attends to
+    equals computing its keys and values at every position."""
+    torch.manual_seed(0)
+    ops = IMPLEMENTATIONS[implementation]
+    B, W, D, H, head_dim, steps = 2, 6, 12, 5, 2, 40
+    x = torch.randn(steps, B, D, device=device)
+    w, b = torch.randn(H, 3, head_dim, D, device=device) / D**0.5, torch.randn(H, 3, head_dim, device=device)
+    every = torch.einsum("tbd,hcnd->cbhtn", x.double(), w.double()) + b.double().permute(1, 0, 2)[:, None, :, None]
+    terms = torch.einsum("tbd,hcnd->cbhtn", x.double().abs(), w.double().abs()) + b.double().abs().max()
+    ring = torch.full((B, W, D), float("nan"), device=device)
+    k_cache = torch.full((B, H, steps, head_dim), float("nan"), device=device)
+    v_cache = k_cache.clone()
+    key_mask = torch.ones(B, steps, dtype=torch.bool, device=device)
+    watermark = torch.zeros(H, dtype=torch.int32, device=device)
+    for t in range(steps):
+        position = scalar(t, device)
+        heads = [0, 1] if t % 5 < 3 else [2, 3]
+        selected = torch.zeros(H, dtype=torch.bool, device=device)
+        selected[heads] = True
+        head_idx = torch.tensor([*heads, 4, 4, 4], dtype=torch.int32, device=device)
+        count = scalar(2, device)
+        ops.recover_kv(ring, w, b, selected, watermark, position, k_cache, v_cache)
+        ring[:, t % W] = x[t]
+        qkv = ops.gather_up_proj(x[t], w.flatten(0, 2), b.flatten(), head_idx, count, group=3 * head_dim)
+        qkv = qkv.view(B, H, 3, head_dim)
+        out = ops.decode_attention(qkv, k_cache, v_cache, head_idx, count, position, key_mask, 1.0)
+        advance_watermark(watermark, selected, position, W)
+        q, k, v = every[0, :, heads, t], every[1, :, heads, : t + 1], every[2, :, heads, : t + 1]
+        exact = ((k @ q[..., None]).squeeze(-1).softmax(-1)[:, :, None] @ v).squeeze(2)
+        torch.testing.assert_close(out[:, :2].double(), exact, rtol=1e-4, atol=1e-5)
+    for head, end in enumerate(watermark.tolist()):
+        assert end > steps - 1 - W
+        assert_exact(k_cache[:, head, :end], every[1, :, head, :end], terms[1, :, head, :end], False)
+        assert_exact(v_cache[:, head, :end], every[2, :, head, :end], terms[2, :, head, :end], False)
+
+
+@pytest.mark.parametrize(
+    "name, change, error, match",
+    [
+        ("inputs", lambda t: t.float(), TypeError, "share one dtype"),
+        ("inputs", lambda t: t[0], ValueError, r"\[B, W, D\]"),
+        ("inputs", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "contiguous"),
+        ("w", lambda t: t[..., :-1], ValueError, r"w must be \[H, 3, head_dim, 16\]"),
+        ("b", lambda t: t[:-1], ValueError, r"b must be \[3, 3, 8\]"),
+        ("b", lambda t: t.float(), TypeError, "share one dtype"),
+        ("selected", lambda t: t.int(), TypeError, "selected must be bool"),
+        ("watermark", lambda t: t.long(), TypeError, "int32"),
+        ("watermark", lambda t: t[:-1], ValueError, r"watermark \[3\]"),
+        ("position", lambda t: t.long(), TypeError, "int32"),
+        ("k_cache", lambda t: t[:, :-1], ValueError, "k_cache and v_cache"),
+        ("v_cache", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "contiguous"),
+    ],
+)
+def test_rejects(name, change, error, match, device):
+    case = make_recover(2, 4, 16, 3, 8, 10, 5, [4, 3, 2], [True, True, False], True, torch.float16, device)
+    case[name] = change(case[name])
+    with pytest.raises(error, match=match):
+        recover_kv(**case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D, H", [(4096, 32), (9216, 72)])
+def test_matches_fp64_at_model_size(D, H, device):
+    torch.manual_seed(0)
+    t, W = 2000, 64
+    watermark = [t - W if h % 16 == 0 else t - h % 5 for h in range(H)]
+    selected = [h % 2 == 0 for h in range(H)]
+    case = make_recover(2, W, D, H, 128, 2048, t, watermark, selected, True, torch.float16, device)
+    check_recover(recover_kv, case, True)

@@ -1,0 +1,68 @@
+"""The training program, and the predictors that come with the package."""
+
+import json
+
+import pytest
+import torch
+
+from dejavu_ds.checkpoint import bundled_model, load_model
+from dejavu_ds.fingerprint import fingerprint
+from dejavu_ds.launch.train_predictors import main
+from dejavu_ds.predictor import PredictorSet
+
+SENTENCES = [
+    "The river rose in the night and carried the bridge away.",
+    "Nobody in the village had seen so much water before.",
+    "They waited on the hill until the morning came.",
+]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """(output folder, what was printed) of one small run on the bundled model."""
+    folder = tmp_path_factory.mktemp("train")
+    texts = [" ".join(SENTENCES[i % 3 :] + SENTENCES[: i % 3]) + f" It was day {i}." for i in range(20)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    options = {"data": folder / "text.jsonl", "out": folder / "set", "samples": 18, "rank": 4, "epochs": 1}
+    options |= {"context": 32, "buffer-tokens": 256, "lookahead": "none", "first-layer-density": 0.5, "local_rank": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("rich.console.Console.print", lambda _, table: printed.append(table))
+        main([f"--{name}={value}" for name, value in options.items()])
+    return folder / "set", printed
+
+
+def test_program_saves_a_set_for_its_model(program):
+    predictors = PredictorSet.from_pretrained(program[0])
+    predictors.check(fingerprint(load_model(bundled_model(), torch.float16)), 6, "none")
+    assert [p.rank for p in predictors.mlp] == [4] * 6
+    assert [p.rank for p in predictors.heads] == [2] * 6
+    assert predictors.mlp[0].w1.dtype == torch.float16
+    assert str(program[0].parent) not in (program[0] / "predictors.json").read_text()
+
+
+def test_program_reports_every_layer(program):
+    mlp, heads = program[1]
+    for table in (mlp, heads):
+        assert [column.header for column in table.columns] == [
+            "layer", "active", "rank", "density", "recall", "precision", "error",
+        ]  # fmt: skip
+        assert table.row_count == 6
+
+
+def test_help_defines_the_terms(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for term in ("label", "threshold", "density", "recall", "precision", "error"):
+        assert f"\n  {term} " in text
+
+
+def test_bundled_predictors_fit_the_bundled_model():
+    predictors = PredictorSet.from_pretrained(bundled_model() / "predictors")
+    predictors.check(fingerprint(load_model(bundled_model(), torch.bfloat16)), 6, "half")
+    # Layer 0 is dense; a set that gave all layers one density would waste it on layer 1, with 2 % active neurons.
+    row = predictors.densities("mlp", 0.2)
+    assert row[0] == 1.0 and row[1] < 0.1
+    size = sum(path.stat().st_size for path in (bundled_model() / "predictors").iterdir())
+    assert size <= 1.3e6

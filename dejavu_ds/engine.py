@@ -1,6 +1,5 @@
 """`init_inference` and the engine it returns."""
 
-import copy
 import json
 import os
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed import InferenceEngine
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.module_inject.layers import LmHeadLinearAllreduce
 from torch import nn
@@ -116,8 +116,14 @@ class DejaVuEngine(InferenceEngine):
         for i, layer in enumerate(layers):
             layers[i] = SparseBlock(layer, i, policy, policy.head_dim(model.config))
         config.injection_policy = {SparseBlock: policy.row_parallel}
+        dtype = config.dtype
+        if dtype not in get_accelerator().supported_dtypes():
+            # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it all the same, slowly.
+            config.dtype = torch.float32
         with no_compilation():
             super().__init__(model, config)
+        config.dtype = dtype
+        self.module.to(dtype)
         self.policy = policy
         self.predictors = predictors
         self.sparsity = sparsity
@@ -224,13 +230,17 @@ class DejaVuEngine(InferenceEngine):
         past = past if past is not None else kwargs.pop("cache", None)
         if past is not None and not isinstance(past, DejaVuCache):
             raise TypeError(_foreign_cache(past))
-        model_config = copy.deepcopy(kwargs.get("generation_config") or self.module.generation_config)
-        model_config.update(**{k: v for k, v in kwargs.items() if k != "generation_config"})
-        generation.check_supported(model_config, kwargs.get("assistant_model"))
         ids = kwargs.get("input_ids", kwargs.get("inputs", inputs[0] if inputs else None))
         if ids is not None:
             self._check_inputs(ids, None)
-        loop = partial(generation.sample, engine=self, cache=past, position_ids=kwargs.pop("position_ids", None))
+        kwargs["stopping_criteria"] = generation.prepare(self.module.generation_config, kwargs)
+        loop = partial(
+            generation.sample,
+            engine=self,
+            kept_cache=past,
+            given_positions=kwargs.pop("position_ids", None),
+            to_streamer=kwargs.get("streamer"),
+        )
         return self.module.generate(*inputs, custom_generate=loop, **kwargs)
 
     def _attach(self, predictors: PredictorSet, sparsity: SparsityConfig) -> None:
@@ -245,8 +255,8 @@ class DejaVuEngine(InferenceEngine):
                 local = blocks[i].attention.heads if unit == "heads" else blocks[i].mlp.neurons
                 # Collective, so asked for on every rank and for every layer alike.
                 start = self.tp.offset(local, self.device)
-                if predictor is None or density >= 1:
-                    continue
+                if predictor is None or density >= 1 or local == 0:
+                    continue  # dense; a rank without neurons (DeepSpeed shards by 64) has nothing to choose
                 shard = predictor.shard(start, start + local).to(self.device, self.dtype)
                 selectors[unit, i] = Selector(shard, predictor.threshold(density), self._ops, stream)
         for i, block in enumerate(blocks):

@@ -4,30 +4,55 @@
 `_sample`, with our cache and our decode step.
 """
 
+import copy
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from dejavu_ds.cache import DejaVuCache
 
 if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
     from dejavu_ds.engine import DejaVuEngine
 
 
-def check_supported(config: GenerationConfig, assistant_model: nn.Module | None) -> None:
-    """ValueError, by name, for ways of generating that the cache cannot follow."""
+def prepare(defaults: GenerationConfig, kwargs: dict[str, Any]) -> StoppingCriteriaList:
+    """Refuse what the loop cannot do, and return the stopping criteria with those for stop strings.
+
+    Args:
+        defaults: the model's own generation configuration.
+        kwargs: of `generate`; the tokenizer is taken out.
+
+    Raises:
+        ValueError: by name, for a way of generating that the cache cannot follow.
+    """
+    config = copy.deepcopy(kwargs.get("generation_config") or defaults)
+    config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
     if config.num_beams is not None and config.num_beams > 1:
         raise ValueError(f"num_beams={config.num_beams}: beam search is not supported, use num_beams=1")
-    mode = config.get_generation_mode(assistant_model)
+    mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"generation mode {mode.value!r} is not supported, use greedy search or sampling")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(f"{name}=True is not supported by generate; use engine.forward for hidden states")
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    tokenizer = kwargs.pop("tokenizer", None)
+    if config.stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings needs the tokenizer: pass tokenizer= to generate")
+        # Made here, since `generate` does not keep the tokenizer where the loop is not its own.
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+        kwargs.pop("stop_strings", None)
+        if kwargs.get("generation_config") is not None:
+            config.stop_strings = None
+            kwargs["generation_config"] = config
+    return criteria
 
 
 def check_mask(mask: torch.Tensor, shape: torch.Size) -> None:
@@ -61,9 +86,9 @@ def sample(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     engine: "DejaVuEngine",
-    cache: DejaVuCache | None,
-    position_ids: torch.Tensor | None,
-    streamer=None,
+    kept_cache: DejaVuCache | None,
+    given_positions: torch.Tensor | None,
+    to_streamer: "BaseStreamer | None",
     **model_kwargs,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Greedy search or sampling: prefill once, then one decode step a token.
@@ -71,8 +96,9 @@ def sample(
     Args:
         input_ids: [B, S], the whole sequences, with what `cache` already holds.
         engine: whose forward is stepped.
-        cache: from an earlier call, or None.
-        position_ids: [B, S] given by the caller, or None to count unmasked tokens.
+        kept_cache: from an earlier call, or None.
+        given_positions: [B, S] given by the caller, or None to count unmasked tokens.
+        to_streamer: the caller's; `generate` does not hand its own on to a custom loop.
         model_kwargs: from `generate`; of these the loop uses `attention_mask` and `inputs_embeds`.
 
     Returns:
@@ -81,10 +107,9 @@ def sample(
     embeds = model_kwargs.get("inputs_embeds")
     prompt_shape = input_ids.shape if embeds is None else embeds.shape[:2]
     mask = model_kwargs["attention_mask"]
-    cached = 0 if cache is None else cache.length
+    cache, cached = kept_cache, 0 if kept_cache is None else kept_cache.length
     check_mask(mask, prompt_shape)
-    if position_ids is None:
-        position_ids = (mask.long().cumsum(1) - 1).clamp_min(-1)
+    position_ids = mask.long().cumsum(1) - 1 if given_positions is None else given_positions
     new_tokens = generation_config.max_length - input_ids.shape[1]
     check_length(position_ids, new_tokens, engine.max_positions)
     if cache is None:
@@ -116,16 +141,16 @@ def sample(
         # The ranks hold the same logits, but a random draw or a clock may differ: rank 0 decides.
         tokens = engine.tp.broadcast(tokens)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
-        if streamer is not None:
-            streamer.put(tokens.cpu())
+        if to_streamer is not None:
+            to_streamer.put(tokens.cpu())
         finished = stopping_criteria(input_ids, tuple(scores) if scores else None)
         live = engine.tp.broadcast((live & ~finished).to(torch.uint8)).bool()
         if not bool(live.any()):
             break
         cache.live.copy_(live)
         logits = engine.decode_one_token(tokens, cache)
-    if streamer is not None:
-        streamer.end()
+    if to_streamer is not None:
+        to_streamer.end()
     if not record:
         return input_ids
     output = GenerateDecoderOnlyOutput(

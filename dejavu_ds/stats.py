@@ -86,16 +86,23 @@ class StepStats:
 def _layer_counts(block: nn.Module, steps: int) -> tuple[float, ...]:
     """Heads and neurons kept, bytes read and the dense ones, of one layer, rank and step."""
     attention, mlp = block.attention, block.mlp
-    head_bytes, neuron_bytes = _bytes(attention) / attention.heads, _bytes(mlp) / mlp.neurons
+    biases = _size(attention.out_bias) + _size(mlp.b2)
+    head_bytes = (_bytes(attention) - _size(attention.out_bias)) / attention.heads
+    neuron_bytes = (_bytes(mlp) - _size(mlp.b2)) / max(mlp.neurons, 1)
     heads = attention.heads if attention.selector is None else attention.selector.kept_total.item() / steps
     neurons = mlp.neurons if mlp.selector is None else mlp.selector.kept_total.item() / steps
     # Of a head's rows (q, k, v, out: head_dim each, biases aside) recovery reads k and v again.
     recovered = attention.recovered_total.item() / steps * head_bytes / 2
-    norms = _bytes(block.attention_norm) + _bytes(block.mlp_norm)
+    fixed = biases + _bytes(block.attention_norm) + _bytes(block.mlp_norm)
     predictors = sum(_bytes(s.predictor) for s in (attention.selector, mlp.selector) if s is not None)
-    read = norms + predictors + heads * head_bytes + recovered + neurons * neuron_bytes
-    return heads, attention.heads, neurons, mlp.neurons, read, norms + _bytes(attention) + _bytes(mlp)
+    read = fixed + predictors + heads * head_bytes + recovered + neurons * neuron_bytes
+    dense = fixed + attention.heads * head_bytes + mlp.neurons * neuron_bytes
+    return heads, attention.heads, neurons, mlp.neurons, read, dense
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(_size(p) for p in module.parameters())
+
+
+def _size(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

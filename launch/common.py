@@ -2,12 +2,15 @@
 
 import argparse
 import contextlib
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_PATIENCE_S = 10
 
 
 def rank() -> int:
@@ -32,9 +35,43 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        if rank() == 0:
-            super().error(message)
-        sys.exit(2)
+        exit_with_error(self.prog, f"{message} (--help lists the options)")
+
+
+def positive_int(text: str) -> int:
+    """An argument's type: a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """An argument's type: a finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
+    return value
+
+
+def share(text: str) -> float:
+    """An argument's type: a number in (0, 1]."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
+    return value
+
+
+def exit_with_error(program: str, message: str) -> NoReturn:
+    """One line on standard error, whatever a library wrote, and exit status 2; of several ranks one speaks.
+
+    The launcher ends all ranks as soon as one has failed. So the others give rank 0 time to meet the same error and
+    report it; one that is still alive after that has an error of its own.
+    """
+    if rank():
+        time.sleep(_PATIENCE_S)
+    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 @contextlib.contextmanager
@@ -43,6 +80,14 @@ def quiet_imports() -> Iterator[None]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def quiet_other_ranks() -> None:
+    """Leave transformers' progress bars to rank 0."""
+    if rank():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 def set_cpu_threads() -> None:
@@ -56,13 +101,11 @@ def set_cpu_threads() -> None:
 
 @contextlib.contextmanager
 def reported_errors(program: str) -> Iterator[None]:
-    """Turn bad input into one line on rank 0 and exit status 2 on every rank; other errors keep their traceback."""
+    """Turn bad input into `exit_with_error`; errors of other kinds keep their traceback."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        if rank() == 0:
-            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        exit_with_error(program, str(error))
 
 
 def torch_dtype(name: str):

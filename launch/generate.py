@@ -8,10 +8,14 @@ from pathlib import Path
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
+    positive_float,
+    positive_int,
     quiet_imports,
+    quiet_other_ranks,
     rank,
     reported_errors,
     set_cpu_threads,
+    share,
     shared_by_rank_0,
     torch_dtype,
     world_size,
@@ -40,19 +44,19 @@ def build_parser() -> Parser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help=f"text to continue, - for standard input (default: {SAMPLE_PROMPT!r})")
     source.add_argument("--prompt-file", help="file whose text to continue, - for standard input")
-    parser.add_argument("--mlp-density", type=float, help="share of MLP neurons to keep, (0, 1] (default: the set's)")
-    parser.add_argument("--head-density", type=float, help="share of heads to keep, (0, 1] (default: the set's)")
+    parser.add_argument("--mlp-density", type=share, help="share of MLP neurons to keep, (0, 1] (default: the set's)")
+    parser.add_argument("--head-density", type=share, help="share of heads to keep, (0, 1] (default: the set's)")
     parser.add_argument("--lookahead", choices=("half", "full", "none"), help="refuse predictors of another lookahead")
     parser.add_argument("--dense", action="store_true", help="every head and neuron, no predictors")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=positive_int, default=64, help="default: %(default)s")
     sampling = parser.add_argument_group("sampling (greedy without any of these)")
     sampling.add_argument("--sample", action="store_true", help="sample at temperature 1")
-    sampling.add_argument("--temperature", type=float)
-    sampling.add_argument("--top-k", type=int)
-    sampling.add_argument("--top-p", type=float)
-    sampling.add_argument("--repetition-penalty", type=float, help="applies to greedy search too")
-    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument("--temperature", type=positive_float, help="divides the logits; implies --sample")
+    sampling.add_argument("--top-k", type=positive_int, help="the k likeliest tokens only; implies --sample")
+    sampling.add_argument("--top-p", type=share, help="the likeliest tokens of this mass only; implies --sample")
+    sampling.add_argument("--repetition-penalty", type=positive_float, help="applies to greedy search too")
+    sampling.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--stats", action="store_true", help="densities layer by layer at the end")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in a line of its own")
     return parser
@@ -62,10 +66,9 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, load, generate, report."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     with quiet_imports():
         import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
+    quiet_other_ranks()
     set_cpu_threads()
     with reported_errors(parser.prog):
         run(args)
@@ -81,7 +84,7 @@ def run(args) -> None:
     from dejavu_ds.generation import check_length
 
     prompt = shared_by_rank_0(lambda: read_prompt(args))
-    model = args.model or str(bundled_model())
+    model = str(bundled_model()) if args.model is None else args.model
     predictors = choose_predictors(args)
     sparsity = None if args.dense else dejavu_ds.SparsityConfig(args.mlp_density, args.head_density, args.lookahead)
     engine = dejavu_ds.init_inference(
@@ -98,21 +101,22 @@ def run(args) -> None:
     set_seed(args.seed)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if rank() == 0 else None
     start = time.perf_counter()
-    ids = engine.generate(**inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling_options(args))[
-        0, inputs.input_ids.shape[1] :
-    ]
+    ids = engine.generate(**inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling_options(args))
     seconds = time.perf_counter() - start
+    new = ids[0, inputs.input_ids.shape[1] :]
     report = engine.stats.report()
     if rank() == 0:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+        # The first token comes from the dense prefill: a single one leaves nothing to report on.
+        measured = {
+            name: getattr(report, name) if report.steps else None
+            for name in ("mlp_density", "head_density", "weight_bytes_read")
+        }
         figures = {
             "prompt": prompt,
-            "text": text,
-            "new_tokens": len(ids),
-            "tokens_per_s": len(ids) / seconds,
-            "mlp_density": report.mlp_density,
-            "head_density": report.head_density,
-            "weight_bytes_read": report.weight_bytes_read,
+            "text": tokenizer.decode(new, skip_special_tokens=True),
+            "new_tokens": len(new),
+            "tokens_per_s": len(new) / seconds,
+            **measured,
             "tp": world_size(),
         }
         print_figures(figures, report, args)
@@ -121,15 +125,16 @@ def run(args) -> None:
 def read_prompt(args) -> str:
     """The prompt's text; ValueError for one that is empty or cannot be read."""
     source = args.prompt_file if args.prompt_file is not None else args.prompt
-    if source == "-":
-        text = sys.stdin.read()
-    elif args.prompt_file is not None:
-        try:
+    try:
+        if source == "-":
+            text = sys.stdin.read()
+        elif args.prompt_file is not None:
             text = Path(args.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the prompt file {args.prompt_file!r} cannot be read: {error}") from error
-    else:
-        text = SAMPLE_PROMPT if source is None else source
+        else:
+            text = SAMPLE_PROMPT if source is None else source
+    except (OSError, UnicodeDecodeError) as error:
+        where = "standard input" if source == "-" else f"the prompt file {source!r}"
+        raise ValueError(f"{where} cannot be read: {error}; give text in UTF-8") from error
     text = text.strip("\n")
     if not text.strip():
         raise ValueError(f"the prompt is empty ({len(text)} characters); give some text to continue")
@@ -141,7 +146,8 @@ def choose_predictors(args) -> str | None:
     from dejavu_ds.checkpoint import bundled_model
 
     if args.dense:
-        given = [name for name in ("predictors", "mlp_density", "head_density") if getattr(args, name) is not None]
+        names = ("predictors", "mlp_density", "head_density", "lookahead")
+        given = [name for name in names if getattr(args, name) is not None]
         if given:
             raise ValueError(f"--dense and --{given[0].replace('_', '-')} exclude each other; drop one")
         return None
@@ -168,22 +174,30 @@ def sampling_options(args) -> dict:
 
 def print_figures(figures: dict, report, args) -> None:
     """The closing line, the table of --stats and the object of --json."""
-    print(
-        f"\n{figures['new_tokens']} tokens, {figures['tokens_per_s']:.1f} tokens/s on {figures['tp']} rank(s); kept "
-        f"{report.mlp_density:.3f} of the MLP neurons and {report.head_density:.3f} of the heads; read "
+    kept = (
+        f"kept {report.mlp_density:.3f} of the MLP neurons and {report.head_density:.3f} of the heads; read "
         f"{report.weight_bytes_read / 1e6:.2f} MB of weights a token, {report.share_read:.3f} of the dense "
         f"{report.dense_weight_bytes / 1e6:.2f} MB"
     )
-    if args.stats:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("layer", "MLP density", "head density", title=f"kept, mean of {report.steps} decode steps")
-        for i, (mlp, heads) in enumerate(zip(report.mlp_by_layer, report.heads_by_layer, strict=True)):
-            table.add_row(str(i), f"{mlp:.3f}", f"{heads:.3f}")
-        Console().print(table)
+    print(
+        f"\n{figures['new_tokens']} token(s), {figures['tokens_per_s']:.1f} tokens/s with the prefill on "
+        f"{figures['tp']} rank(s); {kept if report.steps else 'no decode step, which alone is sparse'}"
+    )
+    if args.stats and report.steps:
+        print_layers(report)
     if args.json:
         print(json.dumps(figures), flush=True)
+
+
+def print_layers(report) -> None:
+    """Densities layer by layer."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("layer", "MLP density", "head density", title=f"kept, mean of {report.steps} decode step(s)")
+    for i, (mlp, heads) in enumerate(zip(report.mlp_by_layer, report.heads_by_layer, strict=True)):
+        table.add_row(str(i), f"{mlp:.3f}", f"{heads:.3f}")
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Train the predictors of a model and save them, with a table of how good they are."""
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from dejavu_ds.checkpoint import bundled_model, load_model
+from dejavu_ds.launch.common import Parser, positive_int, reported_errors, world_size
 from dejavu_ds.predictor import PredictorSet
 from dejavu_ds.taps import LOOKAHEADS, UNITS
 from dejavu_ds.text import read_documents
@@ -29,7 +29,17 @@ terms:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _parser().parse_args(argv)
+    """Parse, train, save, report."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if world_size() > 1:
+        parser.error(f"training runs in one process, the launcher started {world_size()}: use --num_gpus 1 or none")
+    with reported_errors(parser.prog):
+        run(args)
+
+
+def run(args) -> None:
+    """Train on the documents, save the set, print how good it is."""
     documents = read_documents(args.data, args.samples)
     config = TrainConfig(
         lookahead=args.lookahead,
@@ -41,11 +51,11 @@ def main(argv: list[str] | None = None) -> None:
         head_label_density=args.head_label_density,
         first_layer_density=args.first_layer_density,
     )
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(args.device)
+    # Not after an hour's training that the folder turns out to be impossible.
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     # CPUs compute quicker in fp32.
-    model = load_model(args.model, torch.float32 if device == "cpu" else torch.float16)
+    model = load_model(args.model, torch.float32 if device.type == "cpu" else torch.float16)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     predictors = train_predictors(model.to(device), tokenizer, documents, config, data_name=Path(args.data).name)
     predictors.save_pretrained(args.out, getattr(torch, args.dtype))
@@ -53,18 +63,27 @@ def main(argv: list[str] | None = None) -> None:
     print(f"saved {predictors.num_parameters():,} parameters in {args.dtype} to {args.out}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _device(name: str) -> torch.device:
+    """--device as torch has it; ValueError for one that is not there."""
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < gpus):
+        return device
+    raise ValueError(f"no device {name!r} here: use auto, cpu, or one of {gpus} CUDA device(s) counted from cuda:0")
+
+
+def _parser() -> Parser:
     defaults = TrainConfig()
-    parser = argparse.ArgumentParser(
-        prog="train_predictors.py",
-        description=__doc__,
-        epilog=_TERMS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="train_predictors.py", description=__doc__, epilog=_TERMS)
     add = parser.add_argument
     add("--model", default=bundled_model(), help="folder or hub name (default: the bundled opt-7m)")
     add("--data", required=True, help='text: .jsonl with "text" fields, or .txt with blank lines between documents')
-    add("--samples", type=int, default=500, help="documents to use (default: %(default)s)")
+    add("--samples", type=positive_int, default=500, help="documents to use (default: %(default)s)")
     add("--out", required=True, help="folder for predictors.safetensors and predictors.json")
     add("--lookahead", choices=LOOKAHEADS, default=defaults.lookahead, help="default: %(default)s")
     add("--rank", type=int, default=defaults.rank, help="of the MLP predictors, heads get half (default: %(default)s)")
@@ -81,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--first-layer-density", type=float, default=defaults.first_layer_density, help="default: %(default)s, dense")
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="stored (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: %(default)s)")
-    add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser
 
 

@@ -1,0 +1,72 @@
+"""What sparsity costs in perplexity, measured through the very path that generates."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from dejavu_ds.engine import DejaVuEngine
+
+EVALUATION_MODES = ("dense", "masked", "decode")
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity over `tokens` predicted tokens, with the standard error of the mean loss carried over.
+
+    Densities are realised means over all layers; None where nothing was left out or they were not counted.
+    """
+
+    value: float
+    stderr: float
+    tokens: int
+    mlp_density: float | None = None
+    head_density: float | None = None
+
+
+@torch.no_grad()
+def perplexity(
+    engine: "DejaVuEngine", windows: torch.Tensor, mode: str, batch_size: int = 8, progress: bool = False
+) -> Perplexity:
+    """Perplexity of the engine's model on windows of text; in each, all tokens but the first are predicted.
+
+    Args:
+        windows: [n, S] int64 token ids, S >= 2, up to the model's positions.
+        mode: "dense": every head and neuron. "masked": every position uses its own selection, K/V of all heads: the
+            setting in which the paper measures accuracy. "decode": one token after the other, teacher-forced, through
+            the decode step with its kernels, caches and missing K/V; one window at a time, since a batch would share
+            its sets.
+        batch_size: windows at once, for dense and masked.
+
+    Raises:
+        ValueError: an unknown mode or windows of another shape.
+    """
+    if mode not in EVALUATION_MODES:
+        raise ValueError(f"mode must be one of {', '.join(EVALUATION_MODES)}, got {mode!r}")
+    if windows.dim() != 2 or windows.shape[1] < 2:
+        raise ValueError(f"windows must be [n, S] with S at least 2, got {list(windows.shape)}")
+    engine.stats.reset()
+    parts = windows.split(1 if mode == "decode" else batch_size)
+    losses = [_losses(engine, ids.to(engine.device), mode) for ids in tqdm(parts, disable=not progress, desc=mode)]
+    loss = torch.cat(losses).double()
+    value = math.exp(loss.mean().item())
+    densities = {}
+    if mode == "decode":
+        report = engine.stats.report()
+        densities = {"mlp_density": report.mlp_density, "head_density": report.head_density}
+    return Perplexity(value, value * (loss.std() / len(loss) ** 0.5).item(), len(loss), **densities)
+
+
+def _losses(engine: "DejaVuEngine", ids: torch.Tensor, mode: str) -> torch.Tensor:
+    """[B, S] -> [B * (S - 1)] negative log-likelihoods."""
+    if mode != "decode":
+        logits = engine(input_ids=ids, use_cache=False, masked_everywhere=mode == "masked").logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+    cache = engine.new_cache(1, ids.shape[1])
+    steps = [engine(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]]
+    steps += [engine.decode_one_token(ids[:, t], cache) for t in range(1, ids.shape[1] - 1)]
+    return F.cross_entropy(torch.cat(steps).float(), ids[0, 1:], reduction="none")

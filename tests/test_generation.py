@@ -1,0 +1,244 @@
+"""`engine.generate` against Hugging Face's, and what it refuses."""
+
+import pytest
+import torch
+from models import FixedSelector, bundled, fix_selection, tiny_opt
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+import dejavu_ds
+from dejavu_ds.checkpoint import bundled_model
+
+
+@pytest.fixture
+def pair(device):
+    return tiny_opt().to(device), dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+
+
+def prompt(B=2, S=7, device="cpu"):
+    return torch.randint(3, 131, (B, S), generator=torch.Generator().manual_seed(3)).to(device)
+
+
+class Collected:
+    """A streamer that remembers."""
+
+    def __init__(self):
+        self.values, self.ended = [], False
+
+    def put(self, value):
+        self.values.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+class AfterFive(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 12, device=input_ids.device)
+
+
+class Favour(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[:, 77] += 50.0 * (input_ids.shape[1] % 3 == 0)
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 5},
+        {"stopping_criteria": [AfterFive()]},
+        {"logits_processor": LogitsProcessorList([Favour()])},
+        {"eos_token_id": list(range(60))},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        {"do_sample": True, "top_p": 0.8},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"max_length": 13, "max_new_tokens": None},
+        {"generation_config": GenerationConfig(max_new_tokens=4, pad_token_id=1, eos_token_id=2)},
+    ],
+    ids=str,
+)
+def test_equals_hugging_face(options, pair, device):
+    reference, engine = pair
+    ids = prompt(device=device)
+    options = {"max_new_tokens": 15, **options} if "generation_config" not in options else options
+    results = []
+    for model in (reference, engine):
+        torch.manual_seed(5)
+        results.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
+    assert torch.equal(results[1], results[0])
+
+
+def test_scores_and_logits(pair, device):
+    reference, engine = pair
+    ids = prompt(device=device)
+    options = dict(
+        max_new_tokens=5, return_dict_in_generate=True, output_scores=True, output_logits=True, do_sample=False
+    )
+    want, got = reference.generate(ids, **options), engine.generate(ids, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(got, name), getattr(want, name)
+        assert len(ours) == len(theirs) == 5
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_streamer_sees_every_token(pair, device):
+    _, engine = pair
+    ids, streamer = prompt(B=1, device=device), Collected()
+    out = engine.generate(ids, max_new_tokens=6, do_sample=False, streamer=streamer)
+    assert streamer.ended
+    assert torch.equal(torch.cat([v.flatten() for v in streamer.values]), out[0].cpu())
+
+
+@pytest.mark.parametrize("where", ["keyword", "generation_config"])
+def test_stop_strings(where, device):
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model())
+    inputs = tokenizer("The king sat down and", return_tensors="pt").to(device)
+    options = {"max_new_tokens": 30, "do_sample": False}
+    if where == "keyword":
+        options["stop_strings"] = [" man"]
+    else:
+        options = {"generation_config": GenerationConfig(**options, stop_strings=[" man"], pad_token_id=1)}
+    want = bundled().to(device).generate(**inputs, **options, tokenizer=tokenizer)
+    engine = dejavu_ds.init_inference(bundled_model(), dtype=torch.float32)
+    assert torch.equal(engine.generate(**inputs, **options, tokenizer=tokenizer), want)
+    assert want.shape[1] < inputs.input_ids.shape[1] + 30
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine.generate(**inputs, **options)
+
+
+def test_a_chat_turn_continues_a_kept_cache(pair, device):
+    reference, engine = pair
+    ids = prompt(B=1, device=device)
+    first = engine.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    cache = first["cache"] if "cache" in first else first["past_key_values"]
+    longer = torch.cat([first.sequences, prompt(B=1, S=3, device=device)], dim=1)
+    got = engine.generate(longer, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(got, reference.generate(longer, max_new_tokens=5, do_sample=False))
+
+
+def test_embeddings_as_prompt(pair, device):
+    reference, engine = pair
+    ids = prompt(device=device)
+    embeds = reference.get_input_embeddings()(ids)
+    options = {"inputs_embeds": embeds, "attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(engine.generate(**options), reference.generate(**options))
+
+
+def test_explicit_positions(pair, device):
+    reference, engine = pair
+    ids = prompt(device=device)
+    positions = torch.arange(7, device=device).expand(2, -1) + 11
+    options = {"position_ids": positions, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(engine.generate(ids, **options), reference.generate(ids, **options))
+
+
+def test_rows_that_finish_early_are_padded_and_change_no_other(pair, device):
+    reference, engine = pair
+    ids = prompt(B=4, device=device)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": list(range(0, 131, 7)), "pad_token_id": 1}
+    want = reference.generate(ids, **options)
+    lengths = (want[:, 7:] != 1).sum(1)
+    assert len(set(lengths.tolist())) > 1, "the rows must finish at different steps for the test to say anything"
+    assert torch.equal(engine.generate(ids, **options), want)
+
+
+def test_finished_and_padding_rows_choose_nothing(device):
+    """The sets are the union over sequences that still generate: a dead row's choice leaves the others' logits alone."""
+    from test_lookahead import random_predictors
+
+    def run(second_row, live):
+        engine = dejavu_ds.init_inference(
+            tiny_opt(), predictors=random_predictors(tiny_opt(), "half"), dtype=torch.float32
+        )
+        ids = torch.cat([prompt(B=1, S=9, device=device), second_row])
+        cache = engine.new_cache(2, 12)
+        engine(input_ids=ids[:, :6], past_key_values=cache)
+        cache.live.copy_(torch.tensor(live))
+        return torch.stack([engine.decode_one_token(ids[:, t], cache)[0] for t in range(6, 9)])
+
+    a = torch.randint(3, 131, (1, 9), generator=torch.Generator().manual_seed(8)).to(device)
+    b = torch.randint(3, 131, (1, 9), generator=torch.Generator().manual_seed(9)).to(device)
+    torch.testing.assert_close(run(a, [True, False]), run(b, [True, False]), atol=1e-5, rtol=1e-5)
+    assert (run(a, [True, True]) - run(b, [True, True])).abs().max() > 1e-3
+
+
+def test_left_padding_changes_nothing_under_sparsity(device):
+    """A prompt alone and the same prompt left padded, with predictors: the same tokens."""
+    from test_lookahead import random_predictors
+
+    engine = dejavu_ds.init_inference(tiny_opt(), predictors=random_predictors(tiny_opt(), "half"), dtype=torch.float32)
+    ids = prompt(B=1, device=device)
+    want = engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)[:, 7:]
+    padded = torch.nn.functional.pad(ids, (5, 0), value=1)
+    got = engine.generate(padded, attention_mask=(padded != 1).long(), max_new_tokens=20, do_sample=False)[:, 12:]
+    assert torch.equal(got, want)
+
+
+def test_sparse_selection_follows_the_loop(device):
+    """Every step of generate is a decode step of the blocks: fixed sets are consumed one a token."""
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+    masks = [torch.ones(77, dtype=torch.bool, device=device)]
+    fix_selection(engine, mlp=lambda i: masks)
+    engine.generate(prompt(B=1, device=device), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    selectors = [block.mlp.selector for block in engine.blocks]
+    assert all(isinstance(s, FixedSelector) and s.step == 8 for s in selectors)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_beams": 3}, "num_beams=3"),
+        ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams=3"),
+        ({"use_cache": False}, "use_cache"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
+        ({"max_new_tokens": 394}, r"7 tokens \+ 394 .* 401.* 400 positions"),
+        ({"max_new_tokens": 5, "past_key_values": ()}, "tuple"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted"),
+    ],
+    ids=str,
+)
+def test_refusals(options, message, pair, device):
+    streamer = Collected()
+    with pytest.raises((ValueError, TypeError), match=message):
+        pair[1].generate(prompt(B=1, device=device), streamer=streamer, **options)
+    assert len(streamer.values) <= 1, "nothing but the prompt may have been streamed"
+
+
+def test_the_last_position_can_be_used(pair, device):
+    reference, engine = pair
+    ids = torch.randint(3, 131, (1, 390), device=device)
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(engine.generate(ids, **options), reference.generate(ids, **options))
+
+
+def test_right_padding_is_refused(pair, device):
+    ids = prompt(device=device)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    with pytest.raises(ValueError, match=r"sequence 1 .*left"):
+        pair[1].generate(ids, attention_mask=mask, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        (torch.zeros(1, 0, dtype=torch.long), "at least one token"),
+        (torch.tensor([[3, 500]]), "500 .*131"),
+        (torch.tensor([[3, -4]]), "-4"),
+        (torch.tensor([3, 4]), r"\[2\]"),
+    ],
+    ids=["empty", "too large", "negative", "one-dimensional"],
+)
+def test_bad_ids(ids, message, pair, device):
+    with pytest.raises(ValueError, match=message):
+        pair[1].generate(ids.to(device), max_new_tokens=3)
+    with pytest.raises(ValueError, match=message):
+        pair[1](ids.to(device))

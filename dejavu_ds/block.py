@@ -116,15 +116,23 @@ class SparseBlock(nn.Module):
 
 
 class PerToken:
-    """Every token's own selection, for dense evaluation with zeros; carries a tap's choice to the unit it is for."""
+    """Every token's own selection, for dense evaluation with zeros; carries a tap's choice to the unit it is for.
+
+    Attributes:
+        kept: {selector: units kept, summed over the tokens}; tokens: {selector: tokens seen}.
+    """
 
     def __init__(self) -> None:
         self._keep: dict[Selector, torch.Tensor] = {}
+        self.kept: dict[Selector, int] = {}
+        self.tokens: dict[Selector, int] = {}
 
     def tap(self, selectors: list[Selector], x: torch.Tensor) -> None:
         """Let selectors choose from the tap `x` [B, S, D]."""
         for selector in selectors:
-            self._keep[selector] = selector.keep(x)
+            keep = self._keep[selector] = selector.keep(x)
+            self.kept[selector] = self.kept.get(selector, 0) + int(keep.sum())
+            self.tokens[selector] = self.tokens.get(selector, 0) + keep.shape[:-1].numel()
 
     def of(self, selector: Selector | None) -> torch.Tensor | None:
         """[B, S, N] bool for a unit's own selector; None for a dense unit."""

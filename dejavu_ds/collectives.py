@@ -1,6 +1,7 @@
 """Communication between tensor-parallel ranks, through deepspeed.comm on the group DeepSpeed made."""
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,5 +74,7 @@ def no_compilation() -> Iterator[None]:
 
 def init_distributed() -> None:
     """Join the job's process group as DeepSpeed does, without its compilation; harmless if already done."""
+    # NCCL works on the current device, and the launcher hides no GPU from a rank.
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with no_compilation():
         deepspeed.init_distributed()

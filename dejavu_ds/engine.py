@@ -175,7 +175,7 @@ class DejaVuEngine(InferenceEngine):
         output_hidden_states: bool = False,
         return_dict: bool | None = None,
         cache: DejaVuCache | None = None,
-        masked_everywhere: bool = False,
+        per_token: PerToken | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token at every position, as Hugging Face's `OPTForCausalLM.forward`.
 
@@ -189,7 +189,7 @@ class DejaVuEngine(InferenceEngine):
             use_cache: False returns no cache.
             logits_to_keep: only the last so many positions; 0: all.
             output_hidden_states: adds the input of every block and the output of the last.
-            masked_everywhere: evaluation; every token of a prefill uses its own heads and neurons.
+            per_token: evaluation; every token of a prefill uses its own heads and neurons, counted here.
 
         Returns:
             logits [B, S, V], the cache, hidden states.
@@ -204,8 +204,9 @@ class DejaVuEngine(InferenceEngine):
             past.position_ids.copy_(position_ids[:, -1])
             logits = self.decode_one_token(inputs[:, 0], past)[:, None]
         else:
-            keep = PerToken() if masked_everywhere else None
-            hidden = decode.prefill(self.module, self.policy, past, inputs, mask, position_ids, keep, hidden_states)
+            hidden = decode.prefill(
+                self.module, self.policy, past, inputs, mask, position_ids, per_token, hidden_states
+            )
             if hidden_states is not None:
                 hidden_states.append(hidden)
             logits = self.policy.head(self.module, hidden[:, -logits_to_keep:] if logits_to_keep else hidden)

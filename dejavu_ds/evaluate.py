@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from tqdm import tqdm
+
+from dejavu_ds.block import PerToken
 
 if TYPE_CHECKING:
     from dejavu_ds.engine import DejaVuEngine
@@ -18,14 +21,14 @@ EVALUATION_MODES = ("dense", "masked", "decode")
 class Perplexity:
     """Perplexity over `tokens` predicted tokens, with the standard error of the mean loss carried over.
 
-    Densities are realised means over all layers; None where nothing was left out or they were not counted.
+    Densities are realised means over all layers, dense ones included.
     """
 
     value: float
     stderr: float
     tokens: int
-    mlp_density: float | None = None
-    head_density: float | None = None
+    mlp_density: float
+    head_density: float
 
 
 @torch.no_grad()
@@ -50,23 +53,45 @@ def perplexity(
     if windows.dim() != 2 or windows.shape[1] < 2:
         raise ValueError(f"windows must be [n, S] with S at least 2, got {list(windows.shape)}")
     engine.stats.reset()
+    per_token = PerToken() if mode == "masked" else None
     parts = windows.split(1 if mode == "decode" else batch_size)
-    losses = [_losses(engine, ids.to(engine.device), mode) for ids in tqdm(parts, disable=not progress, desc=mode)]
+    losses = [
+        _losses(engine, ids.to(engine.device), mode, per_token) for ids in tqdm(parts, disable=not progress, desc=mode)
+    ]
     loss = torch.cat(losses).double()
     value = math.exp(loss.mean().item())
-    densities = {}
-    if mode == "decode":
-        report = engine.stats.report()
-        densities = {"mlp_density": report.mlp_density, "head_density": report.head_density}
-    return Perplexity(value, value * (loss.std() / len(loss) ** 0.5).item(), len(loss), **densities)
+    stderr = value * (loss.std() / len(loss) ** 0.5).item()
+    return Perplexity(value, stderr, len(loss), *_densities(engine, mode, per_token))
 
 
-def _losses(engine: "DejaVuEngine", ids: torch.Tensor, mode: str) -> torch.Tensor:
+def _losses(engine: "DejaVuEngine", ids: torch.Tensor, mode: str, per_token: PerToken | None) -> torch.Tensor:
     """[B, S] -> [B * (S - 1)] negative log-likelihoods."""
     if mode != "decode":
-        logits = engine(input_ids=ids, use_cache=False, masked_everywhere=mode == "masked").logits[:, :-1]
+        logits = engine(input_ids=ids, use_cache=False, per_token=per_token).logits[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     cache = engine.new_cache(1, ids.shape[1])
     steps = [engine(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]]
     steps += [engine.decode_one_token(ids[:, t], cache) for t in range(1, ids.shape[1] - 1)]
     return F.cross_entropy(torch.cat(steps).float(), ids[0, 1:], reduction="none")
+
+
+def _densities(engine: "DejaVuEngine", mode: str, per_token: PerToken | None) -> tuple[float, float]:
+    """Realised (MLP, heads) over all layers and ranks."""
+    if mode == "dense":
+        return 1.0, 1.0
+    if mode == "decode":
+        report = engine.stats.report()
+        return report.mlp_density, report.head_density
+
+    def kept_and_all(unit: nn.Module, size: int) -> tuple[float, float]:
+        selector = unit.selector
+        kept = size if selector is None else per_token.kept[selector] / per_token.tokens[selector]
+        return kept, size
+
+    counts = torch.tensor(
+        [[*kept_and_all(b.mlp, b.mlp.neurons), *kept_and_all(b.attention, b.attention.heads)] for b in engine.blocks],
+        dtype=torch.float64,
+        device=engine.device,
+    )
+    neurons, all_neurons, heads, all_heads = engine.tp.all_reduce(counts.sum(0)).tolist()
+    return neurons / all_neurons, heads / all_heads

@@ -102,7 +102,7 @@ def test_heads_that_do_not_divide(monkeypatch):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99)), "gpt2.*supported: opt"),
+        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99)), r"gpt2.*supported: opt"),
         (lambda: tiny_opt(do_layer_norm_before=False), "post-norm"),
         (lambda: tiny_opt(activation_function="gelu"), "gelu"),
         (lambda: "no/such/folder/at-all", "no/such/folder"),
@@ -144,7 +144,7 @@ def test_sparsity_config_names_the_wrong_value(field, value, error):
 
 def test_predictors_of_another_model():
     other = bundled_model() / "predictors"
-    with pytest.raises(ValueError, match="trained for 'opt-7m'.*hidden_size 256 against 60"):
+    with pytest.raises(ValueError, match=r"trained for 'opt-7m'.*hidden_size 256 against 60"):
         dejavu_ds.init_inference(tiny_opt(), predictors=other)
     model = bundled()
     model.model.decoder.layers[0].fc1.weight.data.mul_(1.5)

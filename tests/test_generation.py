@@ -76,9 +76,8 @@ def test_equals_hugging_face(options, pair, device):
 def test_scores_and_logits(pair, device):
     reference, engine = pair
     ids = prompt(device=device)
-    options = dict(
-        max_new_tokens=5, return_dict_in_generate=True, output_scores=True, output_logits=True, do_sample=False
-    )
+    options = {"max_new_tokens": 5, "return_dict_in_generate": True, "do_sample": False}
+    options |= {"output_scores": True, "output_logits": True}
     want, got = reference.generate(ids, **options), engine.generate(ids, **options)
     assert torch.equal(got.sequences, want.sequences)
     for name in ("scores", "logits"):
@@ -150,7 +149,7 @@ def test_rows_that_finish_early_are_padded_and_change_no_other(pair, device):
 
 
 def test_finished_and_padding_rows_choose_nothing(device):
-    """The sets are the union over sequences that still generate: a dead row's choice leaves the others' logits alone."""
+    """The sets are the union over live sequences: a dead row's choice leaves the others' logits alone."""
     from test_lookahead import random_predictors
 
     def run(second_row, live):

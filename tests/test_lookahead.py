@@ -6,6 +6,7 @@ from models import decode_logits, tiny_opt
 
 import dejavu_ds
 from dejavu_ds import SparsityConfig
+from dejavu_ds.block import PerToken
 from dejavu_ds.fingerprint import fingerprint
 from dejavu_ds.predictor import Predictor, PredictorSet
 from dejavu_ds.taps import LOOKAHEADS, tap_of
@@ -111,7 +112,7 @@ def test_masked_at_every_position(device):
         p.to(device)
     want = MaskedReference(tiny_opt().to(device), predictors, {"mlp": 0.5, "heads": 0.5}, start=0)(ids)
     engine = dejavu_ds.init_inference(tiny_opt(), predictors=predictors, dtype=torch.float32)
-    got = engine(ids, use_cache=False, masked_everywhere=True).logits
+    got = engine(ids, use_cache=False, per_token=PerToken()).logits
     torch.testing.assert_close(got, want, atol=3e-4, rtol=3e-4)
     assert "past_key_values" not in engine(ids, use_cache=False)
 

@@ -42,7 +42,7 @@ class SparseAttention(nn.Module):
         self._tp = tp
         self._every_head = Selection.all_of(self.heads, self.qkv.device)
         self.recovered_total = torch.zeros(1, dtype=torch.int64, device=self.qkv.device)
-        """Heads whose missing K/V were computed since the last reset, summed over the steps."""
+        """Heads whose missing K/V were computed in decode steps since the last reset, summed over the steps."""
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every head's query, key and value of [B, S, D], each [B, H, S, head_dim]."""
@@ -105,6 +105,8 @@ class SparseAttention(nn.Module):
             if self.masked:
                 o = o * selection.mask[:, None]
             return self._finish(o.flatten(1) @ self.out)
+        missing = cache.position - layer.watermark
+        self.recovered_total += ((missing > 0) & (selection.mask | (missing >= layer.inputs.shape[1]))).sum()
         self._recover(layer, cache, selection.mask)
         advance_watermark(layer.watermark, selection.mask, cache.position, layer.inputs.shape[1])
         layer.inputs.index_copy_(1, (cache.position % layer.inputs.shape[1]).long(), x[:, None])
@@ -128,8 +130,6 @@ class SparseAttention(nn.Module):
 
     def _recover(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor) -> None:
         """Compute the K/V that the selected heads, and those idle for the whole window, have missed."""
-        missing = cache.position - layer.watermark
-        self.recovered_total += ((missing > 0) & (selected | (missing >= layer.inputs.shape[1]))).sum()
         self._ops.recover_kv(
             layer.inputs, self.qkv, self.qkv_bias, selected, layer.watermark, cache.position, layer.k, layer.v
         )

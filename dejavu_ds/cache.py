@@ -55,11 +55,17 @@ class DejaVuCache:
     Attributes:
         length: filled slots, on the host.
         position: [1] int32 on the device, the slot of the next token; equals `length`.
+        shapes: as given.
         key_mask: [B, T] bool, False for padding.
         position_ids: [B] int64, the position embedding of each sequence's next token.
         live: [B] bool, sequences that still generate; the others choose no heads or neurons.
+
+    Raises:
+        ValueError: no sequence, or a capacity below 0.
     """
 
+    # Steps write in place, which torch forbids for tensors that were made under inference_mode, once it is left.
+    @torch.inference_mode(False)
     def __init__(
         self,
         batch_size: int,
@@ -69,8 +75,11 @@ class DejaVuCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        if batch_size < 1 or capacity < 0:
+            raise ValueError(f"a cache holds at least 1 sequence of 0 tokens, got {batch_size} of {capacity}")
         self.batch_size = batch_size
         self.capacity = capacity
+        self.shapes = shapes
         self.length = 0
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
         self.key_mask = torch.zeros(batch_size, capacity, dtype=torch.bool, device=device)
@@ -91,6 +100,7 @@ class DejaVuCache:
         """Filled slots; the name is transformers', whose `generate` asks."""
         return self.length
 
+    @torch.inference_mode(False)
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` tokens, keeping what is there."""
         if capacity <= self.capacity:

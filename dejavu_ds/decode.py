@@ -44,7 +44,7 @@ def prefill(
             hidden_states.append(hidden)
         hidden = block.prefill(hidden, layer, cache, attention_mask, keep)
     cache.advance(inputs.shape[1])
-    cache.position_ids.copy_(position_ids[:, -1] + 1)
+    cache.position_ids.copy_(_next_positions(position_ids, mask, cache.position_ids))
     return hidden
 
 
@@ -65,6 +65,13 @@ def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, token
     cache.advance(1)
     cache.position_ids += 1
     return policy.head(model, hidden[:, None]).squeeze(1)
+
+
+def _next_positions(position_ids: torch.Tensor, mask: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """[B]: one after each sequence's last token that is no padding, `before` [B] where all are padding."""
+    place = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
+    after = position_ids.gather(1, place.clamp_min(0)[:, None]).squeeze(1) + 1
+    return torch.where(place >= 0, after, before)
 
 
 def _attention_mask(key_mask: torch.Tensor, start: int) -> torch.Tensor | None:

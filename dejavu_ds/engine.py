@@ -1,14 +1,11 @@
 """`init_inference` and the engine it returns."""
 
-import json
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import InferenceEngine
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.module_inject.layers import LmHeadLinearAllreduce
@@ -20,6 +17,7 @@ from dejavu_ds import decode, generation
 from dejavu_ds.block import PerToken, SparseBlock
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.checkpoint import load_model
+from dejavu_ds.checks import DTYPES, check_model, check_predictor_sizes, check_tensor_parallel, merge_config
 from dejavu_ds.collectives import TensorParallel, no_compilation
 from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
@@ -31,16 +29,9 @@ from dejavu_ds.selection import Selector
 from dejavu_ds.stats import StepStats
 from dejavu_ds.taps import tap_of
 
-_OURS = {
-    "injection_policy": "dejavu_ds chooses it by the model's family",
-    "injection_dict": "dejavu_ds chooses it by the model's family",
-    "replace_with_kernel_inject": "dejavu_ds brings its own blocks and kernels",
-    "kernel_inject": "dejavu_ds brings its own blocks and kernels",
-    "enable_cuda_graph": "DeepSpeed's graph does not cover generate",
-}
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-
+# The blocks' buffers are written in place, which torch forbids for tensors made under inference_mode.
+@torch.inference_mode(False)
 def init_inference(
     model: str | os.PathLike | PreTrainedModel,
     config: str | dict[str, Any] | None = None,
@@ -66,25 +57,29 @@ def init_inference(
     Raises:
         ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong.
     """
-    ds_config = _merge(config, kwargs)
+    ds_config = merge_config(config, kwargs)
+    if not isinstance(model, str | os.PathLike | PreTrainedModel):
+        raise TypeError(f"model must be a name, a folder or a loaded OPTForCausalLM, got {type(model).__name__}")
     if sparsity is not None and not isinstance(sparsity, SparsityConfig):
         raise TypeError(f"sparsity must be a SparsityConfig, got {type(sparsity).__name__}")
     if predictors is None and sparsity is not None:
         raise ValueError("sparsity is given without predictors; pass predictors=, or leave sparsity out for dense")
     dtype = ds_config.pop("dtype", None)
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, PreTrainedModel):
         model = load_model(model, DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None)
     # pydantic refuses unknown keywords by name.
     ds_config = DeepSpeedInferenceConfig(dtype=dtype if dtype is not None else model.dtype, **ds_config)
-    if ds_config.dtype not in _DTYPES:
+    if ds_config.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of float32, float16, bfloat16, got {ds_config.dtype}")
     policy = policy_for(model.config)
-    _check_tensor_parallel(ds_config, model.config)
+    check_model(model, policy)
+    check_tensor_parallel(ds_config, model.config)
     if predictors is not None:
         if not isinstance(predictors, PredictorSet):
             predictors = PredictorSet.from_pretrained(predictors)
         sparsity = sparsity or SparsityConfig()
         predictors.check(fingerprint(model), model.config.num_hidden_layers, sparsity.lookahead)
+        check_predictor_sizes(predictors, policy, model)
     return DejaVuEngine(model, ds_config, policy, predictors, sparsity)
 
 
@@ -92,7 +87,7 @@ class DejaVuEngine(InferenceEngine):
     """A `deepspeed.InferenceEngine` with contextual sparsity; made by `init_inference`.
 
     `engine.module` is the Hugging Face model with our blocks; called by itself, with Hugging Face's caches, it is
-    dense.
+    dense. An engine serves one thread at a time: the sets that a step selects are held in the blocks.
 
     Attributes:
         policy: of the model's family.
@@ -183,8 +178,10 @@ class DejaVuEngine(InferenceEngine):
 
         Args:
             input_ids: [B, S] int64, or `inputs_embeds` [B, S, D] in its place.
-            attention_mask: [B, cached + S] (or [B, S] for the new tokens), 0 for padding; None: no padding.
-            position_ids: [B, S], default: unmasked tokens counted from 0.
+            attention_mask: [B, cached + S], 0 for padding, in the cache too; or [B, S] for the new tokens, which leaves
+                the cached ones as they are; None: no padding among the new ones.
+            position_ids: [B, S] or [1, S], ignored for padding. Default: unmasked tokens counted from 0 over the whole
+                mask, or onwards from the cache if the mask is of the new tokens only.
             past_key_values, cache: what an earlier call returned (both names, as in the versions of transformers).
             use_cache: False returns no cache.
             logits_to_keep: only the last so many positions; 0: all.
@@ -197,8 +194,10 @@ class DejaVuEngine(InferenceEngine):
         past = past_key_values if past_key_values is not None else cache
         inputs = self._check_inputs(input_ids, inputs_embeds)
         B, S = inputs.shape[:2]
-        past = self._usable_cache(past, B, S)
+        past = self.cache_for(past, B, S)
         mask, position_ids = self._mask_and_positions(past, attention_mask, position_ids, B, S)
+        if attention_mask is not None and attention_mask.shape[1] > S:
+            past.key_mask[:, : past.length] = attention_mask[:, :-S].bool()
         hidden_states = [] if output_hidden_states else None
         if S == 1 and past.length and not output_hidden_states and inputs_embeds is None and bool(mask.all()):
             past.position_ids.copy_(position_ids[:, -1])
@@ -217,7 +216,12 @@ class DejaVuEngine(InferenceEngine):
 
     @torch.no_grad()
     def decode_one_token(self, tokens: torch.Tensor, cache: DejaVuCache) -> torch.Tensor:
-        """One decode step: [B] new tokens -> [B, V] logits of the next ones; `cache` must have room."""
+        """One decode step: [B] new tokens -> [B, V] logits of the next ones.
+
+        Raises ValueError for a full cache; enlarge it with `cache.reserve`.
+        """
+        if cache.length >= cache.capacity:
+            raise ValueError(f"the cache is full, it has room for {cache.capacity} tokens; enlarge it with reserve")
         self.stats.count_step()
         return decode.decode_one_token(self.module, self.policy, cache, tokens)
 
@@ -225,8 +229,6 @@ class DejaVuEngine(InferenceEngine):
         """`generate` as in transformers, greedy or sampled; see `dejavu_ds.generation`."""
         if kwargs.get("custom_generate") is not None:
             raise ValueError("custom_generate is taken by the engine's own loop and cannot be given")
-        if kwargs.get("use_cache") is False:
-            raise ValueError("use_cache=False: a decode step needs the cache, leave use_cache at True")
         past = kwargs.pop("past_key_values", None)
         past = past if past is not None else kwargs.pop("cache", None)
         if past is not None and not isinstance(past, DejaVuCache):
@@ -272,7 +274,18 @@ class DejaVuEngine(InferenceEngine):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is not None:
+            width = self.module.get_input_embeddings().weight.shape[1]
+            if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width or inputs_embeds.numel() == 0:
+                raise ValueError(
+                    f"inputs_embeds must be [batch, tokens, {width}] with at least one token, got "
+                    f"{list(inputs_embeds.shape)}"
+                )
+            if inputs_embeds.dtype != self.dtype:
+                raise TypeError(f"inputs_embeds must be {self.dtype} like the model, got {inputs_embeds.dtype}")
             return inputs_embeds
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+            found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+            raise TypeError(f"input_ids must be a tensor of int64 or int32, got {found}")
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {list(input_ids.shape)}")
         low, high = int(input_ids.min()), int(input_ids.max())
@@ -281,13 +294,23 @@ class DejaVuEngine(InferenceEngine):
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.module.config.vocab_size}")
         return input_ids
 
-    def _usable_cache(self, past: Any, batch_size: int, new_tokens: int) -> DejaVuCache:
+    def cache_for(self, past: DejaVuCache | None, batch_size: int, new_tokens: int) -> DejaVuCache:
+        """`past`, or a new cache in place of None, with room for so many more tokens.
+
+        Raises TypeError or ValueError for a cache of another kind, batch size or engine.
+        """
         if past is None:
             return self.new_cache(batch_size, new_tokens)
         if not isinstance(past, DejaVuCache):
             raise TypeError(_foreign_cache(past))
         if past.batch_size != batch_size:
             raise ValueError(f"the cache holds {past.batch_size} sequences, the input {batch_size}")
+        shapes = [block.cache_shape() for block in self.blocks]
+        if (past.shapes, past.key_mask.device, past.layers[0].k.dtype) != (shapes, self.device, self.dtype):
+            raise ValueError(
+                "the cache is of an engine with other heads, sparsity, dtype or device; pass the cache an earlier call "
+                "of this engine returned, or one from engine.new_cache"
+            )
         if past.length + new_tokens > past.capacity:
             past.reserve(max(past.length + new_tokens, min(2 * past.capacity, self.max_positions)))
         return past
@@ -303,54 +326,21 @@ class DejaVuEngine(InferenceEngine):
             )
         mask = attention_mask[:, -S:].bool()
         if position_ids is None:
-            counted = mask.long().cumsum(1) - 1
-            position_ids = torch.where(mask, counted + (past.position_ids[:, None] if past.length else 0), -1)
-        if int(position_ids.max()) >= self.max_positions:
+            position_ids = attention_mask.bool().long().cumsum(1)[:, -S:] - 1
+            if past.length and attention_mask.shape[1] == S:
+                position_ids = position_ids + past.position_ids[:, None]
+        elif position_ids.shape not in ((B, S), (1, S)):
+            raise ValueError(f"position_ids must be [{B}, {S}] for the new tokens, got {list(position_ids.shape)}")
+        low = int(torch.where(mask, position_ids, 0).min())
+        # What stands at padding does not matter; the policies know -1 for it.
+        position_ids = torch.where(mask, position_ids, -1)
+        high = int(position_ids.max())
+        if low < 0 or high >= self.max_positions:
             raise ValueError(
-                f"position {int(position_ids.max())} is beyond the model's {self.max_positions} positions; "
-                "shorten the input"
+                f"position {low if low < 0 else high} is not one of the model's {self.max_positions} positions, "
+                f"0..{self.max_positions - 1}; shorten the input, or correct position_ids"
             )
         return mask, position_ids
-
-
-def _merge(config: str | dict[str, Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's rule: config and keywords together, a key in both must agree. The caller's dict stays as it is."""
-    if isinstance(config, str | Path):
-        config = json.loads(Path(config).read_text())
-    if config is not None and not isinstance(config, dict):
-        raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
-    merged = dict(config or {})
-    for key, value in kwargs.items():
-        if key in merged and merged[key] != value:
-            raise ValueError(f"{key} is {merged[key]!r} in config and {value!r} as a keyword; give it once")
-        merged[key] = value
-    for key, reason in _OURS.items():
-        if merged.get(key):
-            raise ValueError(f"{key} cannot be given: {reason}")
-        merged.pop(key, None)
-    unknown = set(merged) - _ds_keywords()
-    if unknown:
-        raise ValueError(f"unknown keyword(s) {sorted(unknown)}; neither dejavu_ds nor deepspeed knows them")
-    return merged
-
-
-def _ds_keywords() -> set[str]:
-    fields = DeepSpeedInferenceConfig.model_fields
-    return set(fields) | {field.alias for field in fields.values() if field.alias}
-
-
-def _check_tensor_parallel(ds_config: DeepSpeedInferenceConfig, model_config) -> None:
-    tp_size = ds_config.tensor_parallel.tp_size
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if tp_size != world:
-        raise ValueError(
-            f"tensor_parallel tp_size is {tp_size}, but the job has {world} process(es); start it with "
-            f"`deepspeed --num_gpus {tp_size}` or set tp_size to {world}"
-        )
-    heads = model_config.num_attention_heads
-    if heads % tp_size:
-        fits = [n for n in (1, 2, 4, 8, 16) if heads % n == 0]
-        raise ValueError(f"{heads} attention heads cannot be split over tp_size {tp_size}; use one of {fits}")
 
 
 def _foreign_cache(cache: Any) -> str:

@@ -38,7 +38,8 @@ def perplexity(
     """Perplexity of the engine's model on windows of text; in each, all tokens but the first are predicted.
 
     Args:
-        windows: [n, S] int64 token ids, S >= 2, up to the model's positions.
+        windows: [n, S] int64 token ids, n >= 1, S >= 2 (3 for "decode", whose first prediction is a dense prefill's),
+            up to the model's positions.
         mode: "dense": every head and neuron. "masked": every position uses its own selection, K/V of all heads: the
             setting in which the paper measures accuracy. "decode": one token after the other, teacher-forced, through
             the decode step with its kernels, caches and missing K/V; one window at a time, since a batch would share
@@ -50,8 +51,11 @@ def perplexity(
     """
     if mode not in EVALUATION_MODES:
         raise ValueError(f"mode must be one of {', '.join(EVALUATION_MODES)}, got {mode!r}")
-    if windows.dim() != 2 or windows.shape[1] < 2:
-        raise ValueError(f"windows must be [n, S] with S at least 2, got {list(windows.shape)}")
+    least = 3 if mode == "decode" else 2
+    if windows.dim() != 2 or windows.shape[0] < 1 or windows.shape[1] < least:
+        raise ValueError(
+            f"{mode}: windows must be [n, S], n at least 1 and S at least {least}, got {list(windows.shape)}"
+        )
     engine.stats.reset()
     per_token = PerToken() if mode == "masked" else None
     parts = windows.split(1 if mode == "decode" else batch_size)

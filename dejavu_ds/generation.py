@@ -33,6 +33,13 @@ def prepare(defaults: GenerationConfig, kwargs: dict[str, Any]) -> StoppingCrite
     """
     config = copy.deepcopy(kwargs.get("generation_config") or defaults)
     config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
+    given = kwargs.get("generation_config")
+    if kwargs.get("use_cache", getattr(given, "use_cache", None)) is False:
+        raise ValueError("use_cache=False: a decode step needs the cache, leave use_cache at True")
+    if config.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r}: the engine brings its own cache, leave it out"
+        )
     if config.num_beams is not None and config.num_beams > 1:
         raise ValueError(f"num_beams={config.num_beams}: beam search is not supported, use num_beams=1")
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
@@ -49,9 +56,8 @@ def prepare(defaults: GenerationConfig, kwargs: dict[str, Any]) -> StoppingCrite
         # Made here, since `generate` does not keep the tokenizer where the loop is not its own.
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
         kwargs.pop("stop_strings", None)
-        if kwargs.get("generation_config") is not None:
-            config.stop_strings = None
-            kwargs["generation_config"] = config
+        config.stop_strings = None
+        kwargs["generation_config"] = config
     return criteria
 
 
@@ -78,6 +84,28 @@ def check_length(position_ids: torch.Tensor, new_tokens: int, max_positions: int
         )
 
 
+def check_continuation(cached: int, tokens: int, embedded: bool) -> None:
+    """ValueError unless a prompt of `tokens` goes on from `cached` ones, as ids; embeddings cannot."""
+    if cached and (embedded or tokens <= cached):
+        raise ValueError(
+            f"the cache holds {cached} tokens already: with past_key_values, give the ids of the whole sequences, "
+            f"cached and new; got {'inputs_embeds' if embedded else 'input_ids'} of {tokens} tokens"
+        )
+
+
+def positions_of(given: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+    """[B, S] positions for the mask [B, S]: those given, repeated for `num_return_sequences`, or unmasked ones counted.
+
+    Raises ValueError for a shape that does not fit, such as that of the new tokens alone.
+    """
+    if given is None:
+        return mask.long().cumsum(1) - 1
+    B, S = mask.shape
+    if given.dim() != 2 or given.shape[1] != S or B % given.shape[0]:
+        raise ValueError(f"position_ids must be [{B}, {S}] like input_ids, cached too, got {list(given.shape)}")
+    return given.repeat_interleave(B // given.shape[0], dim=0)
+
+
 @torch.no_grad()
 def sample(
     model: nn.Module,
@@ -99,36 +127,20 @@ def sample(
         kept_cache: from an earlier call, or None.
         given_positions: [B, S] given by the caller, or None to count unmasked tokens.
         to_streamer: the caller's; `generate` does not hand its own on to a custom loop.
-        model_kwargs: from `generate`; of these the loop uses `attention_mask` and `inputs_embeds`.
+        model_kwargs: from `generate`; of these `attention_mask` and `inputs_embeds` are used.
 
     Returns:
         [B, S + new] token ids, or the output object with `return_dict_in_generate=True`.
     """
-    embeds = model_kwargs.get("inputs_embeds")
-    prompt_shape = input_ids.shape if embeds is None else embeds.shape[:2]
-    mask = model_kwargs["attention_mask"]
-    cache, cached = kept_cache, 0 if kept_cache is None else kept_cache.length
-    check_mask(mask, prompt_shape)
-    position_ids = mask.long().cumsum(1) - 1 if given_positions is None else given_positions
     new_tokens = generation_config.max_length - input_ids.shape[1]
-    check_length(position_ids, new_tokens, engine.max_positions)
-    if cache is None:
-        cache = engine.new_cache(prompt_shape[0], prompt_shape[1] + new_tokens)
-
+    logits, cache = _prefill(engine, input_ids, model_kwargs, kept_cache, given_positions, new_tokens)
     do_sample = generation_config.do_sample
-    pad = generation_config._pad_token_tensor
+    # As in transformers: sequences that another criterion finished go on until all are done.
+    padded = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    pad = generation_config._pad_token_tensor if padded else None
     record = generation_config.return_dict_in_generate
     scores, raw_logits = [], []
     live = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-    cache.live.fill_(True)
-    logits = engine.forward(
-        input_ids=input_ids[:, cached:] if embeds is None else None,
-        inputs_embeds=embeds,
-        attention_mask=mask,
-        position_ids=position_ids[:, cached:],
-        past_key_values=cache,
-        logits_to_keep=1,
-    ).logits[:, -1]
     while True:
         next_scores = logits_processor(input_ids, logits.float())
         if record and generation_config.output_scores:
@@ -149,6 +161,7 @@ def sample(
             break
         cache.live.copy_(live)
         logits = engine.decode_one_token(tokens, cache)
+    cache.live.fill_(True)  # whoever continues with it does so for every sequence
     if to_streamer is not None:
         to_streamer.end()
     if not record:
@@ -164,6 +177,38 @@ def cache_field(output_class: type) -> str:
     """What this transformers calls the cache in an output: `past_key_values`, or `cache` in later ones."""
     names = {field.name for field in dataclasses.fields(output_class)}
     return "cache" if "cache" in names else "past_key_values"
+
+
+def _prefill(
+    engine: "DejaVuEngine",
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    kept_cache: DejaVuCache | None,
+    given_positions: torch.Tensor | None,
+    new_tokens: int,
+) -> tuple[torch.Tensor, DejaVuCache]:
+    """Check the prompt and run what is not cached of it: logits [B, V], and the cache with room for the rest."""
+    embeds = model_kwargs.get("inputs_embeds")
+    prompt_shape = input_ids.shape if embeds is None else embeds.shape[:2]
+    mask = model_kwargs.get("attention_mask")
+    if mask is None:  # later versions of transformers drop one that hides nothing
+        mask = torch.ones(prompt_shape, dtype=torch.long, device=input_ids.device)
+    cached = 0 if kept_cache is None else kept_cache.length
+    check_mask(mask, prompt_shape)
+    check_continuation(cached, prompt_shape[1], embeds is not None)
+    position_ids = positions_of(given_positions, mask)
+    check_length(position_ids, new_tokens, engine.max_positions)
+    cache = engine.cache_for(kept_cache, prompt_shape[0], prompt_shape[1] - cached + new_tokens)
+    cache.live.fill_(True)
+    output = engine.forward(
+        input_ids=input_ids[:, cached:] if embeds is None else None,
+        inputs_embeds=embeds,
+        attention_mask=mask,
+        position_ids=position_ids[:, cached:],
+        past_key_values=cache,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1], cache
 
 
 def _next_tokens(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:

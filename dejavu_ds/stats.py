@@ -1,6 +1,6 @@
 """What the decode steps really kept and read."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepReport:
-    """Means over the decode steps since the last reset, over all layers and ranks.
+    """Means over the decode steps since the last reset, over all layers and ranks; None where there was no step.
 
     steps                decode steps; one step makes one token for each sequence of the batch
     mlp_density          neurons kept / all neurons
@@ -24,13 +24,13 @@ class StepReport:
     """
 
     steps: int
-    mlp_density: float
-    head_density: float
-    weight_bytes_read: int
+    mlp_density: float | None
+    head_density: float | None
+    weight_bytes_read: int | None
     dense_weight_bytes: int
-    share_read: float
-    mlp_by_layer: list[float] = field(default_factory=list)
-    heads_by_layer: list[float] = field(default_factory=list)
+    share_read: float | None
+    mlp_by_layer: list[float] | None
+    heads_by_layer: list[float] | None
 
     def as_dict(self) -> dict:
         """Plain numbers and lists, for JSON."""
@@ -71,16 +71,17 @@ class StepStats:
         fixed = torch.tensor([float(_bytes(engine.module.lm_head))], dtype=torch.float64, device=engine.device)
         fixed = engine.tp.all_reduce(fixed).item()
         read_total, dense_total = sum(read) + fixed, sum(dense) + fixed
-        return StepReport(
-            steps=self.steps,
-            mlp_density=sum(kept_neurons) / sum(neurons),
-            head_density=sum(kept_heads) / sum(heads),
-            weight_bytes_read=round(read_total),
-            dense_weight_bytes=round(dense_total),
-            share_read=read_total / dense_total,
-            mlp_by_layer=[kept / all_ for kept, all_ in zip(kept_neurons, neurons, strict=True)],
-            heads_by_layer=[kept / all_ for kept, all_ in zip(kept_heads, heads, strict=True)],
-        )
+        measured = {
+            "mlp_density": sum(kept_neurons) / sum(neurons),
+            "head_density": sum(kept_heads) / sum(heads),
+            "weight_bytes_read": round(read_total),
+            "share_read": read_total / dense_total,
+            "mlp_by_layer": [kept / all_ for kept, all_ in zip(kept_neurons, neurons, strict=True)],
+            "heads_by_layer": [kept / all_ for kept, all_ in zip(kept_heads, heads, strict=True)],
+        }
+        if self.steps == 0:
+            measured = dict.fromkeys(measured)
+        return StepReport(steps=self.steps, dense_weight_bytes=round(dense_total), **measured)
 
 
 def _layer_counts(block: nn.Module, steps: int) -> tuple[float, ...]:

@@ -108,6 +108,19 @@ def reported_errors(program: str) -> Iterator[None]:
         exit_with_error(program, str(error))
 
 
+def leave_job() -> None:
+    """Close the connections to the other ranks, at the end of a run that went well.
+
+    Without it gloo's threads are torn down with the interpreter, which now and then aborts a process that had finished.
+    Not for the way out of an error: the other ranks may be waiting elsewhere, and closing would wait for them.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def torch_dtype(name: str):
     """--dtype to a torch dtype; "auto" is fp32 on a CPU and the checkpoint's own (None) on a GPU."""
     import torch

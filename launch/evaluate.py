@@ -8,6 +8,7 @@ from pathlib import Path
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
+    leave_job,
     positive_int,
     quiet_imports,
     quiet_other_ranks,
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     set_cpu_threads()
     with reported_errors(parser.prog):
         run(args)
+    leave_job()
 
 
 def run(args) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
+    leave_job,
     positive_float,
     positive_int,
     quiet_imports,
@@ -72,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     set_cpu_threads()
     with reported_errors(parser.prog):
         run(args)
+    leave_job()
 
 
 def run(args) -> None:
@@ -106,17 +108,15 @@ def run(args) -> None:
     new = ids[0, inputs.input_ids.shape[1] :]
     report = engine.stats.report()
     if rank() == 0:
-        # The first token comes from the dense prefill: a single one leaves nothing to report on.
-        measured = {
-            name: getattr(report, name) if report.steps else None
-            for name in ("mlp_density", "head_density", "weight_bytes_read")
-        }
         figures = {
             "prompt": prompt,
             "text": tokenizer.decode(new, skip_special_tokens=True),
             "new_tokens": len(new),
             "tokens_per_s": len(new) / seconds,
-            **measured,
+            # None after a single token: it comes from the dense prefill.
+            "mlp_density": report.mlp_density,
+            "head_density": report.head_density,
+            "weight_bytes_read": report.weight_bytes_read,
             "tp": world_size(),
         }
         print_figures(figures, report, args)
@@ -174,14 +174,16 @@ def sampling_options(args) -> dict:
 
 def print_figures(figures: dict, report, args) -> None:
     """The closing line, the table of --stats and the object of --json."""
-    kept = (
-        f"kept {report.mlp_density:.3f} of the MLP neurons and {report.head_density:.3f} of the heads; read "
-        f"{report.weight_bytes_read / 1e6:.2f} MB of weights a token, {report.share_read:.3f} of the dense "
-        f"{report.dense_weight_bytes / 1e6:.2f} MB"
-    )
+    kept = "no decode step, which alone is sparse"
+    if report.steps:
+        kept = (
+            f"kept {report.mlp_density:.3f} of the MLP neurons and {report.head_density:.3f} of the heads; read "
+            f"{report.weight_bytes_read / 1e6:.2f} MB of weights a token, {report.share_read:.3f} of the dense "
+            f"{report.dense_weight_bytes / 1e6:.2f} MB"
+        )
     print(
         f"\n{figures['new_tokens']} token(s), {figures['tokens_per_s']:.1f} tokens/s with the prefill on "
-        f"{figures['tp']} rank(s); {kept if report.steps else 'no decode step, which alone is sparse'}"
+        f"{figures['tp']} rank(s); {kept}"
     )
     if args.stats and report.steps:
         print_layers(report)

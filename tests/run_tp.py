@@ -11,6 +11,7 @@ import torch
 import dejavu_ds
 from dejavu_ds import SparsityConfig
 from dejavu_ds.checkpoint import bundled_model
+from dejavu_ds.launch.common import leave_job
 
 
 def dense(tp_size: int) -> dict:
@@ -94,6 +95,7 @@ def main() -> None:
     results = {"dense": dense(tp_size), "sparse": sparse(tp_size), "uneven": uneven(tp_size)}
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, sys.argv[-1])
+    leave_job()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ def test_the_callers_config_is_not_changed(tmp_path):
     assert engine._config.max_out_tokens == 78 and engine.dtype == torch.float32
 
 
+def test_a_report_without_steps_claims_nothing(device):
+    report = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32).stats.report()
+    assert report.steps == 0 and report.mlp_density is None and report.share_read is None
+    assert report.dense_weight_bytes > 0
+
+
 def test_two_engines_in_one_process(device):
     ids = torch.randint(3, 131, (1, 6), device=device)
     first = dejavu_ds.init_inference(tiny_opt(seed=1), dtype=torch.float32)
@@ -78,6 +84,9 @@ def test_a_refusal_leaves_the_callers_model_alone():
         ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject"),
         ({"kernel_inject": True}, "kernel_inject"),
         ({"enable_cuda_graph": True}, "enable_cuda_graph"),
+        ({"checkpoint": "model.json"}, "checkpoint"),
+        ({"triangular_masking": False}, "triangular_masking=False would have no effect"),
+        ({"ep_size": 4}, "ep_size=4 would have no effect"),
         ({"dtype": torch.int8}, "int8"),
         ({"dtype": torch.float64}, "float64"),
         ({"config": {"dtype": "fp32"}, "dtype": "fp16"}, "once"),

@@ -25,6 +25,12 @@ FP32 = ["--dtype", "fp32"]
 KEYS = ["prompt", "text", "new_tokens", "tokens_per_s", "mlp_density", "head_density", "weight_bytes_read", "tp"]
 
 
+@pytest.fixture(autouse=True)
+def threads_left_alone(monkeypatch):
+    """The program takes every core unless told otherwise, which would slow the tests after these."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture
 def program(capsys):
     """Run the program in this process; returns the JSON object and all of standard output."""

@@ -1,0 +1,125 @@
+"""What `init_inference` refuses, before anything of the caller's model is replaced."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.inference.config import DeepSpeedInferenceConfig
+from transformers import PreTrainedModel
+
+from dejavu_ds.block import SparseBlock
+from dejavu_ds.injection_policies import Policy
+from dejavu_ds.predictor import PredictorSet
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_OURS = {
+    "injection_policy": "dejavu_ds chooses it by the model's family",
+    "injection_dict": "dejavu_ds chooses it by the model's family",
+    "injection_policy_tuple": "dejavu_ds chooses it by the model's family",
+    "replace_with_kernel_inject": "dejavu_ds brings its own blocks and kernels",
+    "kernel_inject": "dejavu_ds brings its own blocks and kernels",
+    "enable_cuda_graph": "DeepSpeed's graph does not cover generate",
+    "checkpoint": "give the model's folder or hub name in place of the model",
+    "save_mp_checkpoint_path": "shards in the gather layout cannot be loaded again",
+}
+# Keywords of DeepSpeed's own kernels and of other model kinds: taken at their defaults, refused at other values.
+_WITHOUT_EFFECT = {
+    "base_dir",
+    "checkpoint_config",
+    "ep_size",
+    "min_out_tokens",
+    "moe",
+    "moe_experts",
+    "moe_type",
+    "quant",
+    "return_tuple",
+    "set_empty_params",
+    "training_mp_size",
+    "transposed_mode",
+    "triangular_masking",
+    "triton_autotune",
+    "use_triton",
+    "zero",
+}
+
+
+def merge_config(config: str | dict[str, Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's rule: config and keywords together, a key in both must agree. The caller's dict stays as it is."""
+    if isinstance(config, str | os.PathLike):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"config {str(config)!r} cannot be read as JSON: {error}") from error
+    if config is not None and not isinstance(config, dict):
+        raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
+    merged = dict(config or {})
+    for key, value in kwargs.items():
+        if key in merged and merged[key] != value:
+            raise ValueError(f"{key} is {merged[key]!r} in config and {value!r} as a keyword; give it once")
+        merged[key] = value
+    for key, reason in _OURS.items():
+        if merged.get(key):
+            raise ValueError(f"{key} cannot be given: {reason}")
+        merged.pop(key, None)
+    fields = DeepSpeedInferenceConfig.model_fields
+    for key in sorted(_WITHOUT_EFFECT & merged.keys()):
+        if merged[key] != fields[key].default:
+            raise ValueError(f"{key}={merged[key]!r} would have no effect: it is for DeepSpeed's own kernels")
+    if "mp_size" in merged and merged.keys() & {"tensor_parallel", "tp"}:
+        raise ValueError("mp_size is DeepSpeed's old name of tensor_parallel={'tp_size': ...}; give one of them")
+    unknown = set(merged) - _ds_keywords()
+    if unknown:
+        raise ValueError(f"unknown keyword(s) {sorted(unknown)}; neither dejavu_ds nor deepspeed knows them")
+    return merged
+
+
+def _ds_keywords() -> set[str]:
+    fields = DeepSpeedInferenceConfig.model_fields
+    return set(fields) | {field.alias for field in fields.values() if field.alias}
+
+
+def check_model(model: PreTrainedModel, policy: Policy) -> None:
+    """ValueError for a model of a known family that is not a plain one with weights and a language-model head."""
+    name = type(model).__name__
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no language-model head; load the model with AutoModelForCausalLM")
+    if any(isinstance(layer, SparseBlock) for layer in policy.layers(model)):
+        raise ValueError(f"this {name} is in an engine already; load the model anew for another engine")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(f"the weights of this {name} are on the meta device; load them first")
+
+
+def check_predictor_sizes(predictors: PredictorSet, policy: Policy, model: PreTrainedModel) -> None:
+    """ValueError for a predictor that is not calibrated, or whose sizes are not those of the model's layer."""
+    for i, layer in enumerate(policy.layers(model)):
+        ffn, hidden = policy.parts(layer).fc1.weight.shape
+        for unit, units in (("mlp", ffn), ("heads", model.config.num_attention_heads)):
+            predictor = predictors.of(unit)[i]
+            if predictor is None:
+                continue
+            sizes = predictor.w1.shape[1], predictor.units
+            if sizes != (hidden, units):
+                raise ValueError(
+                    f"the {unit} predictor of layer {i} maps {sizes[0]} inputs to {sizes[1]} units, the model's layer "
+                    f"has {hidden} and {units}; pass this model's predictors"
+                )
+            if predictor.quantiles is None:
+                raise ValueError(f"the {unit} predictor of layer {i} is not calibrated; call its calibrate first")
+
+
+def check_tensor_parallel(ds_config: DeepSpeedInferenceConfig, model_config) -> None:
+    tp_size = ds_config.tensor_parallel.tp_size
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if tp_size != world:
+        raise ValueError(
+            f"tensor_parallel tp_size is {tp_size}, but the job has {world} process(es); start it with "
+            f"`deepspeed --num_gpus {tp_size}` or set tp_size to {world}"
+        )
+    heads = model_config.num_attention_heads
+    if heads % tp_size:
+        fits = [n for n in (1, 2, 4, 8, 16) if heads % n == 0]
+        raise ValueError(f"{heads} attention heads cannot be split over tp_size {tp_size}; use one of {fits}")

@@ -89,6 +89,8 @@ def check_model(model: PreTrainedModel, policy: Policy) -> None:
         raise ValueError(f"{name} has no language-model head; load the model with AutoModelForCausalLM")
     if any(isinstance(layer, SparseBlock) for layer in policy.layers(model)):
         raise ValueError(f"this {name} is in an engine already; load the model anew for another engine")
+    if any(p.is_inference() for p in model.parameters()):
+        raise ValueError(f"this {name} was made under torch.inference_mode, which forbids to change it; load it outside")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"the weights of this {name} are on the meta device; load them first")
 

@@ -15,13 +15,13 @@ from dejavu_ds.evaluate import perplexity
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
-def dense(**overrides):
-    return dejavu_ds.init_inference(tiny_opt(), **{"dtype": torch.float32, **overrides})
+def dense(model=None, **overrides):
+    return dejavu_ds.init_inference(model or tiny_opt(), **{"dtype": torch.float32, **overrides})
 
 
-def sparse(density=0.3, **config):
+def sparse(density=0.3, model=None, **config):
     predictors = random_predictors(tiny_opt(), "half")
-    return dense(predictors=predictors, sparsity=SparsityConfig(density, density, **config))
+    return dense(model, predictors=predictors, sparsity=SparsityConfig(density, density, **config))
 
 
 def random_ids(B, S, device, seed=0):
@@ -142,8 +142,9 @@ def test_a_cache_of_another_engine_is_refused(device):
 def test_caches_and_engines_outlive_inference_mode(device):
     ids = random_ids(1, 9, device)
     want = sparse().generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    model = tiny_opt()
     with torch.inference_mode():
-        engine = sparse()
+        engine = sparse(model=model)
         first = engine.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
     assert torch.equal(first.sequences, want[:, :12])
     got = engine.generate(
@@ -151,6 +152,13 @@ def test_caches_and_engines_outlive_inference_mode(device):
     )
     assert got.shape == want.shape
     assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None), want)
+
+
+def test_a_model_made_under_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = tiny_opt()
+    with pytest.raises(ValueError, match="inference_mode"):
+        dense(model)
 
 
 def test_a_sequence_that_another_criterion_ends_goes_on_as_in_hugging_face(device):

@@ -5,7 +5,8 @@ memory is bounded by the capacity T of a round, whatever the length of the text.
 
     T * L * (3 D + F) * 2 bytes
 
-on the layers' devices: 0.3 GB for L 6, D 256, F 1024 and T 16,384, 26 GB for L 32, D 4096, F 16384.
+on the layers' devices: 0.3 GB for L 6, D 256, F 1024 and T 16,384, 26 GB for L 32, D 4096, F 16384. Records of
+gradients add T * L * 4 H bytes for heads and T * L * 2 F for neurons.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dejavu_ds.injection_policies import policy_for
@@ -20,6 +22,8 @@ from dejavu_ds.taps import Tap
 
 # Tokens in one forward pass: enough to keep the matrix products efficient, little beside the buffers.
 _FORWARD_TOKENS = 4096
+# With a backward pass, which keeps all activations and the logits.
+_BACKWARD_TOKENS = 1024
 
 
 @dataclass
@@ -31,6 +35,9 @@ class LayerRecord:
     head_outputs  [T, D] heads' outputs side by side, the input of out_proj
     activation    [T, F] relu of fc1: a neuron is active iff its value is above zero
     residual      [T]    fp32, squared norm of the residual stream after the block
+    head_sensitivity  [T, H] fp32, sum over a head's outputs of |output * gradient| of the summed language-model loss
+    mlp_sensitivity   [T, F] bf16, the same of each activation
+    The last two are None unless asked for. A window's last token predicts nothing: its gradients are zero.
     """
 
     attention: torch.Tensor
@@ -38,6 +45,8 @@ class LayerRecord:
     head_outputs: torch.Tensor
     activation: torch.Tensor
     residual: torch.Tensor
+    head_sensitivity: torch.Tensor | None = None
+    mlp_sensitivity: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.residual)
@@ -82,23 +91,34 @@ def watching(model: nn.Module, sink: Callable[[int, str, torch.Tensor], None]) -
 
 
 class Collector:
-    """Buffers for rounds of up to `capacity` tokens of a plain HF model."""
+    """Buffers for rounds of up to `capacity` tokens of a plain HF model.
 
-    def __init__(self, model: nn.Module, capacity: int):
+    gradients  units, of "mlp" and "heads", whose sensitivity is recorded too, by a backward pass
+    """
+
+    def __init__(self, model: nn.Module, capacity: int, gradients: tuple[str, ...] = ()):
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 token, got {capacity}")
-        self._model, self._capacity = model, capacity
+        self._model, self._capacity, self._gradients = model, capacity, gradients
         policy = policy_for(model.config)
+        self._head_dim = policy.head_dim(model.config)
         self._buffers = [self._allocate(policy.parts(layer)) for layer in policy.layers(model)]
         self._start = 0
 
     def _allocate(self, parts) -> LayerRecord:
         ffn, hidden = parts.fc1.weight.shape
         device = parts.fc1.weight.device
-        dtype = torch.bfloat16 if parts.fc1.weight.dtype == torch.bfloat16 else torch.float16
+        half = torch.bfloat16 if parts.fc1.weight.dtype == torch.bfloat16 else torch.float16
+
+        def buffer(*width: int, dtype: torch.dtype = half) -> torch.Tensor:
+            return torch.empty(self._capacity, *width, dtype=dtype, device=device)
+
         return LayerRecord(
-            *(torch.empty(self._capacity, n, dtype=dtype, device=device) for n in (hidden, hidden, hidden, ffn)),
-            torch.empty(self._capacity, dtype=torch.float32, device=device),
+            *(buffer(width) for width in (hidden, hidden, hidden, ffn)),
+            buffer(dtype=torch.float32),
+            buffer(hidden // self._head_dim, dtype=torch.float32) if "heads" in self._gradients else None,
+            # Gradients are small: fp16 would lose them below 6e-8.
+            buffer(ffn, dtype=torch.bfloat16) if "mlp" in self._gradients else None,
         )
 
     @torch.no_grad()
@@ -111,16 +131,41 @@ class Collector:
         if windows.numel() > self._capacity:
             raise ValueError(f"{windows.numel()} tokens do not fit buffers of {self._capacity}")
         self._start = 0
-        batch = max(1, _FORWARD_TOKENS // windows.shape[1])
+        batch = max(1, (_BACKWARD_TOKENS if self._gradients else _FORWARD_TOKENS) // windows.shape[1])
         with watching(self._model, self._store):
             for ids in windows.split(batch):
-                # The decoder alone: nobody needs the logits.
-                self._model.base_model(input_ids=ids.to(self._model.device), use_cache=False)
+                ids = ids.to(self._model.device)
+                if self._gradients:
+                    self._forward_backward(ids)
+                else:
+                    # The decoder alone: nobody needs the logits.
+                    self._model.base_model(input_ids=ids, use_cache=False)
                 self._start += ids.numel()
-        return [LayerRecord(*(field[: self._start] for field in vars(buffer).values())) for buffer in self._buffers]
+        return [
+            LayerRecord(*(None if field is None else field[: self._start] for field in vars(buffer).values()))
+            for buffer in self._buffers
+        ]
+
+    @torch.enable_grad()
+    def _forward_backward(self, ids: torch.Tensor) -> None:
+        # The graph starts at the embeddings: the weights need no gradients.
+        embeddings = self._model.get_input_embeddings()(ids).detach().requires_grad_(True)
+        logits = self._model(inputs_embeds=embeddings, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
+        torch.autograd.grad(loss, embeddings)
 
     def _store(self, layer: int, field: str, value: torch.Tensor) -> None:
-        value = value.reshape(-1, value.shape[-1])
-        if field == "residual":
-            value = value.float().square().sum(-1)
+        unit = {"head_outputs": "heads", "activation": "mlp"}.get(field)
+        if unit in self._gradients:
+            value.register_hook(lambda gradient: self._store_sensitivity(layer, unit, value.detach(), gradient))
+        rows = value.detach().reshape(-1, value.shape[-1])
+        self._write(layer, field, rows.float().square().sum(-1) if field == "residual" else rows)
+
+    def _store_sensitivity(self, layer: int, unit: str, value: torch.Tensor, gradient: torch.Tensor) -> None:
+        product = (value.float() * gradient.float()).abs().flatten(0, -2)
+        if unit == "heads":
+            product = product.unflatten(-1, (-1, self._head_dim)).sum(-1)
+        self._write(layer, "head_sensitivity" if unit == "heads" else "mlp_sensitivity", product)
+
+    def _write(self, layer: int, field: str, value: torch.Tensor) -> None:
         getattr(self._buffers[layer], field)[self._start : self._start + len(value)] = value

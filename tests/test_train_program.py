@@ -45,7 +45,7 @@ def test_program_reports_every_layer(program):
     mlp, heads = program[1]
     for table in (mlp, heads):
         assert [column.header for column in table.columns] == [
-            "layer", "active", "rank", "density", "recall", "precision", "error",
+            "layer", "active", "rank", "density", "recall", "precision", "error", "kept",
         ]  # fmt: skip
         assert table.row_count == 6
 
@@ -54,7 +54,7 @@ def test_help_defines_the_terms(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for term in ("label", "threshold", "density", "recall", "precision", "error"):
+    for term in ("label", "criterion", "threshold", "density", "recall", "precision", "error", "kept"):
         assert f"\n  {term} " in text
 
 

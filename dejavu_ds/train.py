@@ -63,7 +63,7 @@ def train_predictors(
     try:
         capacity = config.buffer_tokens // config.context * config.context
         collector = Collector(model, capacity, config.gradient_units)
-        trainers = _trainers(model, config, collector.collect(validation), len(windows), generator)
+        trainers = _trainers(model, config, collector.collect(validation), len(windows))
         run = _Run(collector, windows, validation, trainers, config, generator)
         if folder is not None:
             arguments = {**asdict(config), "model": fingerprint(model), "text": _digest(windows, validation)}
@@ -71,7 +71,7 @@ def train_predictors(
             run.keep(Path(folder) / CHECKPOINT_FILE, arguments, save_minutes)
         run.train()
         records = collector.collect(validation)
-        curves = {key: trainer.finish(records, generator) for key, trainer in trainers.items()}
+        curves = {key: trainer.finish(records) for key, trainer in trainers.items()}
     finally:
         model.train(was_training)
     tokens = {"training": windows.numel(), "calibration": validation.numel(), "data": data_name}
@@ -144,15 +144,14 @@ class _Run:
         records = self._collector.collect(self._windows[chosen])
         losses: dict[str, list[str]] = {unit: [] for unit in UNITS}
         for (unit, _layer), trainer in self._trainers.items():
-            order = torch.randperm(len(records[0]), generator=self._generator)
-            loss = trainer.learn(records, order)
+            loss = trainer.learn(records)
             losses[unit].append("-" if math.isnan(loss) else f"{loss:.3f}")
         self._done += 1
         bar.update(chosen.numel() * self._config.context)
         if position == self._rounds - 1:
             records = self._collector.collect(self._validation)
             for trainer in self._trainers.values():
-                trainer.check(records, self._generator)
+                trainer.check(records)
         return losses
 
     def _save_if_due(self) -> None:
@@ -183,9 +182,7 @@ def _digest(*windows: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _trainers(
-    model: nn.Module, config: TrainConfig, records: list, num_windows: int, generator: torch.Generator
-) -> Trainers:
+def _trainers(model: nn.Module, config: TrainConfig, records: list, num_windows: int) -> Trainers:
     """One for each predictor to train; `records` say what each layer needs."""
     per_round = config.buffer_tokens // config.context
     rounds = [min(per_round, num_windows - start) for start in range(0, num_windows, per_round)]
@@ -203,7 +200,7 @@ def _trainers(
             "heads": config.head_target_density,
         }
         for unit in UNITS:
-            arguments = (unit, layer, config, ranks[unit][place], targets[unit], steps, generator)
+            arguments = (unit, layer, config, ranks[unit][place], targets[unit], steps)
             trainers[unit, layer] = UnitTrainer(model, *arguments)
     return trainers
 

@@ -50,8 +50,8 @@ class TrainConfig:
     seed: int = 0
     context: int = 256
     buffer_tokens: int = 16384
-    batch_tokens: int = 1024
-    learning_rate: float = 4e-3
+    batch_tokens: int = 512
+    learning_rate: float = 8e-3
     first_layer_density: float | str = 1.0
     max_error: float = 5e-4
     validation_share: float = 0.08

@@ -1,5 +1,6 @@
 """Training of one predictor: the neurons or the heads of one layer."""
 
+import hashlib
 import math
 
 import torch
@@ -37,6 +38,8 @@ class UnitTrainer:
     rank     r of the predictor
     target   density at which the share of the unit's output that is kept decides which state is best
     steps    optimiser steps of the whole training
+
+    It has random numbers of its own, so a predictor comes out the same whatever else is trained beside it.
     """
 
     def __init__(
@@ -48,7 +51,6 @@ class UnitTrainer:
         rank: int,
         target: float,
         steps: int,
-        generator: torch.Generator,
     ):
         policy = policy_for(model.config)
         parts = policy.parts(policy.layers(model)[layer])
@@ -57,7 +59,9 @@ class UnitTrainer:
         self._group = 1 if unit == "mlp" else policy.head_dim(model.config)
         self._weight = (parts.fc2 if unit == "mlp" else parts.out).weight.detach()
         hidden_size, columns = self._weight.shape
-        predictor = Predictor.random(hidden_size, rank, columns // self._group, generator)
+        seed = hashlib.sha256(f"{config.seed} {unit} {layer}".encode()).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
+        predictor = Predictor.random(hidden_size, rank, columns // self._group, self._generator)
         self.predictor = predictor.to(self._weight.device).requires_grad_(True)
         self._kept_heads = min(max(1, round(config.head_label_density * predictor.units)), predictor.units)
         self._column_norm = self._weight.float().norm(dim=0)
@@ -97,13 +101,14 @@ class UnitTrainer:
         inputs = tap_input(records, self._tap)
         return UnitData(inputs, outputs, self._weight, record.residual, self._group, self.label, sensitivity)
 
-    def learn(self, records: list[LayerRecord], order: torch.Tensor) -> float:
-        """One pass over a round of T tokens in `order` [T]; returns the mean loss, NaN once stopped."""
+    def learn(self, records: list[LayerRecord]) -> float:
+        """One pass over a round of T tokens in random order; returns the mean loss, NaN once stopped."""
         if self.stopped:
             return math.nan
         data = self.data(records)
         if self._positive_scale is None:
             self._positive_scale = self._scale_positives(data)
+        order = torch.randperm(len(data.outputs), generator=self._generator)
         total = 0.0
         with torch.enable_grad():
             for rows in order.to(data.outputs.device).split(self._config.batch_tokens):
@@ -116,7 +121,7 @@ class UnitTrainer:
                 total += loss.detach() * len(rows)
         return float(total) / len(order)
 
-    def check(self, records: list[LayerRecord], generator: torch.Generator) -> float:
+    def check(self, records: list[LayerRecord]) -> float:
         """Share of the unit's output kept at the target density on validation text; keeps the best state.
 
         Stops after `patience` checks in a row without a better one.
@@ -124,7 +129,7 @@ class UnitTrainer:
         if self.stopped:
             return self.best_kept
         data = self.data(records)
-        calibrate_quantiles(self.predictor, data.inputs, generator)
+        calibrate_quantiles(self.predictor, data.inputs, self._generator)
         kept = measure_curve(self.predictor, data, (self._target,))["kept"][0]
         self.stale = 0 if kept > self.best_kept else self.stale + 1
         if self.stale == 0:
@@ -133,13 +138,13 @@ class UnitTrainer:
         self.stopped = self.stale >= self._config.patience
         return kept
 
-    def finish(self, records: list[LayerRecord], generator: torch.Generator) -> dict:
+    def finish(self, records: list[LayerRecord]) -> dict:
         """Go back to the best state and calibrate it; returns its curve, see `dejavu_ds.calibrate`."""
         self.predictor.requires_grad_(False)
         for name, parameter in self._named():
             parameter.copy_(self.best[name])
         data = self.data(records)
-        calibrate_quantiles(self.predictor, data.inputs, generator)
+        calibrate_quantiles(self.predictor, data.inputs, self._generator)
         return measure_curve(self.predictor, data)
 
     def numbers(self) -> dict:
@@ -148,8 +153,8 @@ class UnitTrainer:
         return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the state, under names."""
-        tensors = {}
+        """All tensors of the state, under names; those of weights and moments are the ones in use."""
+        tensors = {"generator": self._generator.get_state()}
         for name, parameter in self._named():
             tensors[name], tensors[f"best.{name}"] = parameter.detach(), self.best[name]
             tensors[f"first.{name}"], tensors[f"second.{name}"] = self._moments[name]
@@ -162,6 +167,7 @@ class UnitTrainer:
             setattr(self, name, value)
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
+        self._generator.set_state(tensors["generator"])
         for state in self._optimizer.state.values():
             state["step"].fill_(self.step)
 
@@ -181,20 +187,16 @@ class UnitTrainer:
         return sensitivity.float() if self._config.mlp_weight == "plainact" else outputs * self._column_norm
 
     def _scale_positives(self, data: UnitData) -> float:
-        """Gives the positives of a first round the mean weight sqrt(1 / share of positives), for heads share odds.
+        """Gives the positives, on a first round, together the weight that all units have together.
 
-        For neurons, which are rarely active, that is on a log scale half way from leaving the few positives to the
-        many negatives to giving both sides the same say.
+        Measured on opt-7m: 15 to 60 % less error than with the root of it, which leaves more say to the negatives.
         """
         if self.unit == "heads":
-            return (self.predictor.units - self._kept_heads) / self._kept_heads or 1.0
-        positives, worth = 0, 0.0
+            return self.predictor.units / self._kept_heads
+        worth = 0.0
         for start in range(0, len(data.outputs), 1024):
             rows = slice(start, start + 1024)
             outputs = data.outputs[rows].float()
             sensitivity = None if data.sensitivity is None else data.sensitivity[rows]
-            label = self.label(outputs, sensitivity)
-            positives += label.sum().item()
-            worth += (label * self._worth(outputs, sensitivity)).sum().item()
-        share = max(positives, 1) / data.outputs.numel()
-        return max(positives, 1) / max(worth, 1e-12) / share**0.5
+            worth += (self.label(outputs, sensitivity) * self._worth(outputs, sensitivity)).sum().item()
+        return data.outputs.numel() / max(worth, 1e-12)

@@ -17,7 +17,7 @@ def test_a_file_is_read_as_a_file(tmp_path):
 
 def test_a_hub_data_set_without_datasets_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"organisation/set .* pip install datasets"):
+    with pytest.raises(ValueError, match=r"organisation/set .*pip install datasets"):
         documents_of("organisation/set", 3)
 
 

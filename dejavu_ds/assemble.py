@@ -4,19 +4,17 @@ from dataclasses import asdict
 
 import torch
 import transformers
-from torch import nn
 
 from dejavu_ds.budget import allocate_budget
 from dejavu_ds.calibrate import CURVE_DENSITIES
-from dejavu_ds.fingerprint import fingerprint
-from dejavu_ds.injection_policies import policy_for
 from dejavu_ds.predictor import Predictor, PredictorSet
+from dejavu_ds.sharded import ModelFacts
 from dejavu_ds.taps import UNITS
 from dejavu_ds.train_config import TrainConfig
 
 
 def assemble(
-    model: nn.Module,
+    facts: ModelFacts,
     config: TrainConfig,
     trained: dict[tuple[str, int], Predictor],
     curves: dict[tuple[str, int], dict],
@@ -26,12 +24,12 @@ def assemble(
 
     tokens  {"training": number, "calibration": number, "data": name}, for the metadata
     """
-    num_layers = len(policy_for(model.config).layers(model))
+    num_layers = facts.num_layers
     predictors, budgets, rounded = {}, {}, {}
     for unit in UNITS:
         first = _first_layer_density(unit, trained, curves, config)
         kept = {n: trained[unit, n] for n in range(num_layers) if (unit, n) in trained and (n > 0 or first < 1)}
-        predictors[unit] = [kept[n].cpu() if n in kept else None for n in range(num_layers)]
+        predictors[unit] = [kept.get(n) for n in range(num_layers)]
         rounded[unit] = [_rounded(curves.get((unit, n))) for n in range(num_layers)]
         errors = [curves[unit, n]["error"] for n in range(1, num_layers)]
         budgets[unit] = allocate_budget(CURVE_DENSITIES, errors, first, config.max_error)
@@ -44,7 +42,7 @@ def assemble(
     }
     return PredictorSet(
         lookahead=config.lookahead,
-        fingerprint=fingerprint(model),
+        fingerprint=facts.fingerprint,
         mlp=predictors["mlp"],
         heads=predictors["heads"],
         budgets=budgets,

@@ -6,6 +6,7 @@ place in one step, so what is there is whole, whenever the program is killed and
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,13 +18,28 @@ _KEY = "dejavu_ds.training"
 _VERSION = 1
 
 
-def write_checkpoint(path: Path, content: dict, tensors: dict[str, torch.Tensor]) -> None:
+def checkpoint_path(folder: str | os.PathLike, rank: int = 0, size: int = 1) -> Path:
+    """The file of one process; ValueError if the folder holds a checkpoint of another number of processes."""
+    names = [CHECKPOINT_FILE] if size == 1 else [f"training.{n}-of-{size}.safetensors" for n in range(size)]
+    strangers = sorted(path.name for path in Path(folder).glob("training*.safetensors") if path.name not in names)
+    if strangers:
+        raise ValueError(
+            f"{folder} holds {strangers[0]}, of a training with another number of processes than {size}: go on with as "
+            "many, remove the file, or train into another folder"
+        )
+    return Path(folder) / names[rank]
+
+
+def write_checkpoint(
+    path: Path, content: dict, tensors: dict[str, torch.Tensor], ready: Callable[[], None] = lambda: None
+) -> None:
     """Replace the file by `content` (plain numbers, strings, lists) and `tensors`.
 
+    ready  called between writing and putting in place: a barrier keeps the files of several processes together
     Raises ValueError if the disk does not take it; an older file is then still whole.
     """
     header = {_KEY: json.dumps({"version": _VERSION, **content})}
-    replace_file(path, serialize({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, header))
+    replace_file(path, serialize({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, header), ready)
 
 
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, torch.Tensor]] | None:
@@ -56,8 +72,8 @@ def check_same_arguments(path: Path, stored: dict, given: dict) -> None:
         )
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Put `content` in place in one step; ValueError for a disk that does not take it."""
+def replace_file(path: Path, content: bytes, ready: Callable[[], None] = lambda: None) -> None:
+    """Put `content` in place in one step, after `ready()`; ValueError for a disk that does not take it."""
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +81,7 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        ready()
         os.replace(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from torch import nn
 from dejavu_ds.calibrate import UnitData, calibrate_quantiles, measure_curve
 from dejavu_ds.collect import LayerRecord, tap_input
 from dejavu_ds.criteria import gram_matrices, head_scores, largest
-from dejavu_ds.injection_policies import policy_for
 from dejavu_ds.predictor import Predictor
 from dejavu_ds.taps import tap_of
 from dejavu_ds.train_config import TrainConfig
@@ -35,6 +34,8 @@ def one_cycle(peak: float, step: int, steps: int) -> float:
 class UnitTrainer:
     """Trains the predictor of one unit kind in one layer.
 
+    weight   [D, N * group] of fc2 or out_proj
+    group    columns of it that a unit has: 1 or head_dim
     rank     r of the predictor
     target   density at which the share of the unit's output that is kept decides which state is best
     steps    optimiser steps of the whole training
@@ -44,20 +45,17 @@ class UnitTrainer:
 
     def __init__(
         self,
-        model: nn.Module,
         unit: str,
         layer: int,
+        weight: torch.Tensor,
+        group: int,
         config: TrainConfig,
         rank: int,
         target: float,
         steps: int,
     ):
-        policy = policy_for(model.config)
-        parts = policy.parts(policy.layers(model)[layer])
-        self.unit, self.layer, self._config = unit, layer, config
+        self.unit, self.layer, self._weight, self._group, self._config = unit, layer, weight, group, config
         self._tap, self._target, self._steps = tap_of(unit, layer, config.lookahead), target, steps
-        self._group = 1 if unit == "mlp" else policy.head_dim(model.config)
-        self._weight = (parts.fc2 if unit == "mlp" else parts.out).weight.detach()
         hidden_size, columns = self._weight.shape
         seed = hashlib.sha256(f"{config.seed} {unit} {layer}".encode()).digest()
         self._generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))

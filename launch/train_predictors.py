@@ -1,4 +1,7 @@
-"""Train the predictors of a model and save them, with a table of how good they are."""
+"""Train the predictors of a model and save them, with a table of how good they are.
+
+A model that does not fit one GPU is split over several: deepspeed --num_gpus 4 launch/train_predictors.py ...
+"""
 
 from pathlib import Path
 
@@ -9,9 +12,20 @@ from transformers import AutoTokenizer
 
 from dejavu_ds.checkpoint import bundled_model, load_model
 from dejavu_ds.criteria import CRITERIA, MLP_WEIGHTS
-from dejavu_ds.launch.common import Parser, positive_float, positive_int, reported_errors, share, world_size
+from dejavu_ds.launch.common import (
+    Parser,
+    positive_float,
+    positive_int,
+    quiet_other_ranks,
+    rank,
+    reported_errors,
+    set_cpu_threads,
+    share,
+    world_size,
+)
 from dejavu_ds.predictor import PredictorSet
 from dejavu_ds.promise import keep_promise
+from dejavu_ds.sharded import DenseModel
 from dejavu_ds.sources import documents_of, sampled_documents
 from dejavu_ds.taps import LOOKAHEADS, UNITS
 from dejavu_ds.train import remove_checkpoint, split_windows, train_predictors
@@ -40,10 +54,12 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, train, save, report."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if world_size() > 1:
-        parser.error(f"training runs in one process, the launcher started {world_size()}: use --num_gpus 1 or none")
     if (args.data is None) != args.data_free:
         parser.error("give text with --data, or --data-free to let the model write it")
+    if world_size() > 1 and args.max_perplexity_increase is not None:
+        parser.error(f"--max-perplexity-increase runs in one process, the launcher started {world_size()}")
+    quiet_other_ranks()
+    set_cpu_threads()
     with reported_errors(parser.prog):
         run(args)
 
@@ -53,28 +69,39 @@ def run(args) -> None:
     config = TrainConfig(**{name: getattr(args, name) for name in _CONFIG_ARGUMENTS})
     # Text first: a wrong name should not wait for the model.
     documents = None if args.data_free else documents_of(args.data, args.samples)
-    device = _device(args.device)
     # Not after an hour's training that the folder turns out to be impossible.
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    # CPUs compute quicker in fp32.
-    model = load_model(args.model, torch.float32 if device.type == "cpu" else torch.float16).to(device)
+    dense = _load(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if documents is None:
-        positions = model.config.max_position_embeddings
-        documents = sampled_documents(model, tokenizer, args.samples, min(2 * args.context, positions), args.seed)
+        length = min(2 * config.context, dense.model.config.max_position_embeddings)
+        documents = sampled_documents(dense.model, tokenizer, args.samples, length, config.seed)
     data_name = "sampled from the model" if args.data_free else Path(args.data).name
-    predictors = train_predictors(model, tokenizer, documents, config, data_name, args.out, args.save_minutes)
+    predictors = train_predictors(dense, tokenizer, documents, config, data_name, args.out, args.save_minutes)
+    if rank():
+        return
     if args.max_perplexity_increase is not None:
-        finding, confirming = split_windows(documents, tokenizer, config)
-        finding = finding[: max(1, _FINDING_TOKENS // config.context)]
-        promise = keep_promise(model, predictors, finding, confirming, args.max_perplexity_increase)
+        _promise(dense, predictors, tokenizer, documents, config, args.max_perplexity_increase)
     predictors.save_pretrained(args.out, getattr(torch, args.dtype))
     remove_checkpoint(args.out)
     _print_report(predictors, Console())
-    if args.max_perplexity_increase is not None:
-        found = ", ".join(f"{unit} density {density:g}" for unit, density in promise["densities"].items())
-        print(f"perplexity rises by {promise['confirmed']:.2%} on validation text at {found}")
     print(f"saved {predictors.num_parameters():,} parameters in {args.dtype} to {args.out}")
+
+
+def _load(args) -> DenseModel:
+    """The model, over all processes that the launcher started."""
+    device = _device(args.device)
+    # CPUs compute quicker in fp32.
+    model = load_model(args.model, torch.float32 if device.type == "cpu" else torch.float16)
+    return DenseModel.of(model.to(device)) if world_size() == 1 else DenseModel.split(model)
+
+
+def _promise(dense: DenseModel, predictors: PredictorSet, tokenizer, documents, config, increase: float) -> None:
+    finding, confirming = split_windows(documents, tokenizer, config)
+    finding = finding[: max(1, _FINDING_TOKENS // config.context)]
+    promise = keep_promise(dense.model, predictors, finding, confirming, increase)
+    found = ", ".join(f"{unit} density {density:g}" for unit, density in promise["densities"].items())
+    print(f"perplexity rises by {promise['confirmed']:.2%} on validation text at {found}")
 
 
 def _device(name: str) -> torch.device:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training import QUICK, WordTokenizer, tensors_of, tiny_model, token_rows
 
-from dejavu_ds import resume, train
+from dejavu_ds import resume, rounds
 from dejavu_ds.collect import Collector
 from dejavu_ds.resume import CHECKPOINT_FILE, read_checkpoint, write_checkpoint
 from dejavu_ds.train import TrainConfig, remove_checkpoint, train_predictors
@@ -122,6 +122,6 @@ def test_a_full_disk_leaves_the_old_file_whole(tmp_path, monkeypatch):
 
 def test_checkpoints_are_written_now_and_then_only(model, documents, tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(train, "write_checkpoint", lambda *arguments: written.append(arguments))
+    monkeypatch.setattr(rounds, "write_checkpoint", lambda *arguments: written.append(arguments))
     train_predictors(model, WordTokenizer(), documents, CONFIG, "rows", tmp_path, save_minutes=60)
     assert written == []

@@ -10,6 +10,7 @@ from dejavu_ds.collect import Collector, tap_input
 from dejavu_ds.predictor import Predictor, PredictorSet
 from dejavu_ds.taps import UNITS, tap_of
 from dejavu_ds.train import TrainConfig, train_predictors
+from dejavu_ds.unit_trainer import UnitTrainer
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_every_criterion_trains(model, documents, change):
 def test_best_state_is_kept_and_training_stops(model, documents):
     config = TrainConfig(**{**QUICK, "epochs": 40, "patience": 1, "learning_rate": 0.3})
     checks: dict = {}
-    check = train.UnitTrainer.check
+    check = UnitTrainer.check
 
     def recording(self, *arguments):
         stopped = self.stopped
@@ -168,7 +169,7 @@ def test_best_state_is_kept_and_training_stops(model, documents):
         return value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.UnitTrainer, "check", recording)
+        patch.setattr(UnitTrainer, "check", recording)
         predictors = train_predictors(model, WordTokenizer(), documents[:8], config)
     assert len(checks) == 4
     for trainer, values in checks.items():

@@ -5,7 +5,7 @@ memory is bounded by the capacity T of a round, whatever the length of the text.
 
     T * L * (3 D + F) * 2 bytes
 
-on the layers' devices: 0.3 GB for L 6, D 256, F 1024 and T 16,384, 26 GB for L 32, D 4096, F 16384. Records of
+on the layers' devices: 0.3 GB for L 6, D 256, F 1024 and T 16,384, 30 GB for L 32, D 4096, F 16384. Records of
 gradients add T * L * 4 H bytes for heads and T * L * 2 F for neurons. Of a model split over N ranks each holds the
 buffers of its L / N layers.
 """

@@ -66,12 +66,15 @@ def sampled_documents(model: nn.Module, tokenizer, samples: int, length: int, se
         raise ValueError(
             f"passages of {length} tokens: need 2 to {model.config.max_position_embeddings}, the model's positions"
         )
-    generator = torch.Generator().manual_seed(seed)
+    if tokenizer.bos_token_id is None:
+        raise ValueError("the tokenizer has no bos_token_id, which starts every passage: set tokenizer.bos_token")
     documents = []
-    with tqdm(total=samples, unit="passage", desc="sampling") as bar:
+    # transformers draws from the global generators: they are seeded here and put back afterwards.
+    with torch.random.fork_rng(), tqdm(total=samples, unit="passage", desc="sampling") as bar:
+        torch.manual_seed(seed)
         for start in range(0, samples, _BATCH):
             count = min(_BATCH, samples - start)
-            for row in _sample(model, tokenizer.bos_token_id, count, length, generator).tolist():
+            for row in _sample(model, tokenizer, count, length).tolist():
                 end = row.index(tokenizer.eos_token_id, 1) if tokenizer.eos_token_id in row[1:] else len(row)
                 documents.append(tokenizer.decode(row[1:end], skip_special_tokens=True))
             bar.update(count)
@@ -81,15 +84,12 @@ def sampled_documents(model: nn.Module, tokenizer, samples: int, length: int, se
     return documents
 
 
-def _sample(model: nn.Module, bos: int, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """[count, length] token ids, the first is bos."""
-    ids = torch.full((count, 1), bos, device=model.device)
-    tokens, past = [ids.cpu()], None
-    for _ in range(length - 1):
-        output = model(input_ids=ids, past_key_values=past, use_cache=True)
-        past = output.past_key_values
-        # Drawn on the CPU, where the generator is: the same draws for every device.
-        probabilities = output.logits[:, -1].float().softmax(-1).cpu()
-        tokens.append(torch.multinomial(probabilities, 1, generator=generator))
-        ids = tokens[-1].to(model.device)
-    return torch.cat(tokens, dim=1)
+def _sample(model: nn.Module, tokenizer, count: int, length: int) -> torch.Tensor:
+    """[count, up to length] token ids, the first is bos; after eos comes eos."""
+    start = torch.full((count, 1), tokenizer.bos_token_id, device=model.device)
+    eos = tokenizer.eos_token_id
+    # The distribution itself: no top-k, which is 50 by default, no top-p and no temperature.
+    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_length": 0}
+    return model.generate(
+        start, attention_mask=torch.ones_like(start), max_length=length, eos_token_id=eos, pad_token_id=eos, **plain
+    )

@@ -152,5 +152,7 @@ def _widths(facts: ModelFacts, config: TrainConfig, needs: list[float]) -> dict[
     """r of every predictor to train."""
     if config.rank is not None:
         return {"mlp": [config.rank] * len(needs), "heads": [config.head_rank] * len(needs)}
-    by_unit = {"mlp": needs, "heads": [1.0] * len(needs)}
+    # The root of the share of active neurons: measured on opt-7m, where ranks in proportion to the share itself starve
+    # the layers with 2 and 5 % (rank 20 in place of 10 takes two thirds off the error of the former).
+    by_unit = {"mlp": [need**0.5 for need in needs], "heads": [1.0] * len(needs)}
     return ranks_within(config.max_parameters, facts.block_parameters, facts.hidden_size, facts.units, by_unit)

@@ -187,7 +187,8 @@ class UnitTrainer:
     def _scale_positives(self, data: UnitData) -> float:
         """Gives the positives, on a first round, together the weight that all units have together.
 
-        Measured on opt-7m: 15 to 60 % less error than with the root of it, which leaves more say to the negatives.
+        Measured on opt-7m, layers 3 and 5 at densities .12 to .32: a weight that leaves more say to the negatives, by
+        the fourth root of the share of positives, has 5 to 12 % more error, by the square root 20 to 40 % more.
         """
         if self.unit == "heads":
             return self.predictor.units / self._kept_heads

@@ -7,12 +7,13 @@ Terms, for one layer and one unit kind:
     precision   share of the kept units that are truly active
     error       squared norm of what the dropped units would have added to the residual stream, over the squared norm
                 of the stream after the block; mean over tokens
+    kept        share of the unit's output that is kept: 1 - error / (error with every unit dropped)
 
 Recall counts a neuron that adds nothing like one that adds much; the budgets (`dejavu_ds.budget`) therefore
 go by the error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,8 @@ class UnitData:
     weight    [D, N * group] that maps them into the residual stream (fc2, out_proj)
     residual  [T] squared norm of the stream after the block
     group     columns of `outputs` a unit has
-    label     how to tell the active units, [t, N * group] -> [t, N] bool
+    label     how to tell the active units: (outputs [t, N * group] fp32, sensitivity rows or None) -> [t, N] bool
+    sensitivity  [T, N] |activation * gradient|, where recorded
     """
 
     inputs: torch.Tensor
@@ -43,7 +45,8 @@ class UnitData:
     weight: torch.Tensor
     residual: torch.Tensor
     group: int
-    label: Callable[[torch.Tensor], torch.Tensor]
+    label: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    sensitivity: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -61,33 +64,38 @@ def calibrate_quantiles(predictor: Predictor, inputs: torch.Tensor, generator: t
 
 
 @torch.no_grad()
-def measure_curve(predictor: Predictor, data: UnitData) -> dict:
-    """{"active": share, "density" | "realised" | "error" | "recall" | "precision": one value per CURVE_DENSITIES}.
+def measure_curve(predictor: Predictor, data: UnitData, densities: Sequence[float] = CURVE_DENSITIES) -> dict:
+    """{"active": share, "density" | "realised" | "error" | "kept" | "recall" | "precision": one value a density}.
 
     "realised" is the density that the threshold gives on this text.
     """
-    thresholds = [predictor.threshold(density) for density in CURVE_DENSITIES]
+    thresholds = [predictor.threshold(density) for density in densities]
     totals = torch.zeros(len(thresholds), 3, dtype=torch.float64)  # error, kept, kept and active
-    active_total = 0
+    active_total, all_dropped = 0, 0.0
     weight = data.weight.float().T
-    chunks = zip(*(t.split(_CHUNK) for t in (data.inputs, data.outputs, data.residual)), strict=True)
-    for x, outputs, residual in chunks:
-        logits = predictor.logits(x.to(predictor.w1))
-        outputs = outputs.float()
-        active = data.label(outputs)
+
+    def error_of(outputs: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return ((outputs @ weight).square().sum(-1) / residual.clamp(min=1e-12)).sum()
+
+    for start in range(0, len(data.inputs), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        logits = predictor.logits(data.inputs[rows].to(predictor.w1))
+        outputs, residual = data.outputs[rows].float(), data.residual[rows]
+        active = data.label(outputs, None if data.sensitivity is None else data.sensitivity[rows])
         active_total += active.sum().item()
+        all_dropped += error_of(outputs, residual).item()
         for row, threshold in enumerate(thresholds):
             kept = logits > threshold
-            dropped = outputs.masked_fill(kept.repeat_interleave(data.group, -1), 0.0) @ weight
-            error = (dropped.square().sum(-1) / residual.clamp(min=1e-12)).sum()
+            error = error_of(outputs.masked_fill(kept.repeat_interleave(data.group, -1), 0.0), residual)
             totals[row] += torch.stack([error, kept.sum(), (kept & active).sum()]).double().cpu()
     tokens, pairs = len(data.inputs), len(data.inputs) * predictor.units
     error, kept, hits = totals.unbind(-1)
     return {
         "active": active_total / pairs,
-        "density": list(CURVE_DENSITIES),
+        "density": list(densities),
         "realised": (kept / pairs).tolist(),
         "error": (error / tokens).tolist(),
+        "kept": (1 - error / max(all_dropped, 1e-12)).tolist(),
         "recall": (hits / max(active_total, 1)).tolist(),
         "precision": (hits / kept.clamp(min=1)).tolist(),
     }

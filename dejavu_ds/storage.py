@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 
+from dejavu_ds.resume import replace_file
+
 WEIGHTS_FILE = "predictors.safetensors"
 CONFIG_FILE = "predictors.json"
 FORMAT, VERSION = "dejavu_ds.predictors", 1
@@ -25,15 +27,17 @@ _SECTIONS = {"lookahead": str, "predictors": dict, "budgets": dict, "fingerprint
 def write(folder: str | os.PathLike, content: dict, tensors: dict[str, torch.Tensor]) -> None:
     """Write `content` (the sections of the JSON file) and `tensors` into `folder`, made if need be.
 
-    Raises ValueError for a tensor that is not finite.
+    Raises ValueError for a tensor that is not finite, or a disk that does not take the files.
     """
     check_finite(tensors)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # The JSON file goes first and comes last, so that a set with one is whole, whenever the program is stopped.
+    (folder / CONFIG_FILE).unlink(missing_ok=True)
     # Not save_file: it makes a file that only its owner may read.
-    (folder / WEIGHTS_FILE).write_bytes(serialize(tensors))
+    replace_file(folder / WEIGHTS_FILE, serialize(tensors))
     text = json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1)
-    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    replace_file(folder / CONFIG_FILE, f"{text}\n".encode())
 
 
 def push(repo_id: str, private: bool | None, content: dict, tensors: dict[str, torch.Tensor]) -> str:

@@ -1,46 +1,26 @@
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from training import QUICK, WordTokenizer, tensors_of, tiny_model, token_rows
 
 from dejavu_ds import train
 from dejavu_ds.calibrate import CURVE_DENSITIES, UnitData, calibrate_quantiles, measure_curve
 from dejavu_ds.collect import Collector, tap_input
 from dejavu_ds.predictor import Predictor, PredictorSet
-from dejavu_ds.taps import tap_of
+from dejavu_ds.taps import UNITS, tap_of
 from dejavu_ds.train import TrainConfig, train_predictors
-
-UNITS = ("mlp", "heads")
-QUICK = {"rank": 16, "epochs": 4, "context": 32, "buffer_tokens": 1024, "batch_tokens": 128, "learning_rate": 1e-2}
-
-
-class WordTokenizer:
-    """A document is a row of token ids."""
-
-    bos_token_id = 2
-
-    def __call__(self, documents, **_):
-        return SimpleNamespace(input_ids=[[int(word) for word in text.split()] for text in documents])
+from dejavu_ds.unit_trainer import UnitTrainer
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 8}
-    config = OPTConfig(**sizes, num_hidden_layers=3, vocab_size=60, max_position_embeddings=64, init_std=0.15)
-    model = OPTForCausalLM(config).eval()
-    for layer in model.model.decoder.layers:
-        layer.fc1.bias.data.fill_(-0.8)  # makes the ReLU sparse
-    return model
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def documents():
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(3, 60, (60, 80), generator=generator).tolist()
-    return [" ".join(map(str, row)) for row in rows]
+    return token_rows()
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +32,6 @@ def trained(model, documents):
 def fresh_records(model):
     """A pass over tokens that training did not see."""
     return Collector(model, 1024).collect(torch.randint(3, 60, (32, 32), generator=torch.Generator().manual_seed(9)))
-
-
-def tensors_of(predictors: PredictorSet) -> list[torch.Tensor]:
-    kept = [p for unit in UNITS for p in predictors.of(unit) if p is not None]
-    return [t for p in kept for t in (*p.parameters(), p.quantiles)]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -107,10 +82,12 @@ def test_validation_documents_are_never_trained_on(model, documents, monkeypatch
     marked = [re.sub(r"\b59\b", "58", text) for text in documents[:45]]
     marked += [" ".join(["59"] * 80)] * 5
     train_predictors(model, WordTokenizer(), marked, TrainConfig(**QUICK, validation_share=0.1))
-    assert not any((windows == 59).any() for windows in rounds[:-1])
-    assert ((rounds[-1] == 59) | (rounds[-1] == 2)).all()
+    # Before the first pass, after each of the four, and at the end.
+    validation = [windows for windows in rounds if (windows == 59).any()]
+    assert len(validation) == 6
+    assert all(((windows == 59) | (windows == 2)).all() for windows in validation)
     # 45 documents of 81 tokens in windows of 32, four times.
-    assert sum(windows.numel() for windows in rounds[:-1]) == 4 * (45 * 81 // 32 * 32)
+    assert sum(windows.numel() for windows in rounds if not (windows == 59).any()) == 4 * (45 * 81 // 32 * 32)
     assert max(windows.numel() for windows in rounds) <= QUICK["buffer_tokens"]
 
 
@@ -143,12 +120,18 @@ def test_first_layer_and_lookahead(model, documents, lookahead):
         ({"lookahead": "back"}, ValueError, "back"),
         ({"rank": 0}, ValueError, "rank must be at least 1, got 0"),
         ({"epochs": 1.5}, TypeError, "epochs"),
-        ({"head_rank": -3}, ValueError, "head_rank"),
+        ({"rank": 4, "head_rank": -3}, ValueError, "head_rank"),
         ({"buffer_tokens": 100, "context": 256}, ValueError, "100 must hold one window, context is 256"),
         ({"head_label_density": 1.0}, ValueError, r"head_label_density must lie in \(0, 1\)"),
         ({"first_layer_density": 1.2}, ValueError, r"first_layer_density must lie in \(0, 1\]"),
         ({"validation_share": 0.0}, ValueError, "validation_share"),
         ({"learning_rate": float("nan")}, ValueError, "learning_rate"),
+        ({"criterion": "size"}, ValueError, "criterion must be one of .* got 'size'"),
+        ({"mlp_weight": "norm"}, ValueError, "mlp_weight must be one of .* got 'norm'"),
+        ({"mlp_threshold": -0.1}, ValueError, "mlp_threshold must be 0 or more"),
+        ({"max_parameters": 0}, ValueError, "max_parameters must be above 0, got 0"),
+        ({"head_rank": 3}, ValueError, "head_rank 3 without rank"),
+        ({"first_layer_density": "some"}, ValueError, "first_layer_density must lie in"),
     ],
 )
 def test_config_rejects(change, error, message):
@@ -165,6 +148,58 @@ def test_training_rejects(model, documents):
         train_predictors(model, WordTokenizer(), ["3 4 5", "6"], TrainConfig(**QUICK))
 
 
+@pytest.mark.parametrize("change", [{"criterion": "contribution"}, {"criterion": "plainact", "mlp_weight": "plainact"}])
+def test_every_criterion_trains(model, documents, change):
+    predictors = train_predictors(model, WordTokenizer(), documents[:8], TrainConfig(**QUICK, **change))
+    assert predictors.metadata["criterion"] == change["criterion"]
+    curve = predictors.metadata["layers"]["heads"][1]
+    assert curve["active"] == 0.5 and curve["recall"][-1] == 1
+
+
+def test_best_state_is_kept_and_training_stops(model, documents):
+    config = TrainConfig(**{**QUICK, "epochs": 40, "patience": 1, "learning_rate": 0.3})
+    checks: dict = {}
+    check = UnitTrainer.check
+
+    def recording(self, *arguments):
+        stopped = self.stopped
+        value = check(self, *arguments)
+        if not stopped:
+            checks.setdefault(self, []).append((value, [p.detach().clone() for p in self.predictor.parameters()]))
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitTrainer, "check", recording)
+        predictors = train_predictors(model, WordTokenizer(), documents[:8], config)
+    assert len(checks) == 4
+    for trainer, values in checks.items():
+        assert len(values) < 40  # at such a learning rate none gets better for long
+        best = max(values, key=lambda pair: pair[0])
+        assert values.index(best) == len(values) - 2  # patience 1
+        final = predictors.of(trainer.unit)[trainer.layer].parameters()
+        assert all(torch.equal(a, b) for a, b in zip(best[1], final, strict=True))
+
+
+def test_first_layer_auto(model, documents):
+    config = TrainConfig(**{**QUICK, "rank": 1, "first_layer_density": "auto", "max_error": 0.05})
+    predictors = train_predictors(model, WordTokenizer(), documents[:8], config)
+    for unit in UNITS:
+        curve, density = predictors.metadata["layers"][unit][0], predictors.densities(unit, 0.2)[0]
+        least = next(d for d, error in zip(curve["density"], curve["error"], strict=True) if error <= 0.05)
+        cost = 32 + 1 + 2 * (64 if unit == "mlp" else 8)
+        worth = (1 - least) * (2 * 32 * 64 if unit == "mlp" else 4 * 32 * 32) > cost
+        assert density == (least if worth else 1.0)
+        assert (predictors.of(unit)[0] is None) == (density == 1.0)
+
+
+def test_parameters_stay_within_the_budget(model, documents):
+    settings = {**QUICK, "rank": None, "max_parameters": 0.25, "epochs": 1}
+    predictors = train_predictors(model, WordTokenizer(), documents[:8], TrainConfig(**settings))
+    blocks = sum(p.numel() for p in model.model.decoder.layers.parameters())
+    # Not one more rank of a head predictor, the smallest step, would fit.
+    assert 0.25 * blocks - (32 + 64 + 1) - (32 + 8 + 1) < predictors.num_parameters() <= 0.25 * blocks
+
+
 def test_curve_against_the_formula():
     generator = torch.Generator().manual_seed(0)
     tokens, hidden, heads, group = 1500, 6, 5, 4
@@ -173,16 +208,19 @@ def test_curve_against_the_formula():
     predictor = Predictor.random(hidden, 7, heads, generator)
     calibrate_quantiles(predictor, x, generator)
 
-    def label(rows):
+    def label(rows, _):
         return rows.view(-1, heads, group).norm(dim=-1) > 2
 
     curve = measure_curve(predictor, UnitData(x, outputs, weight, residual, group, label))
     kept = predictor.logits(x) > predictor.threshold(0.3)
     dropped = (outputs.view(-1, heads, group) * ~kept[..., None]).reshape(tokens, -1).double() @ weight.double().T
-    at, active = CURVE_DENSITIES.index(0.3), label(outputs)
+    at, active = CURVE_DENSITIES.index(0.3), label(outputs, None)
     assert curve["error"][at] == pytest.approx((dropped.square().sum(-1) / residual).mean().item(), rel=1e-5)
     assert curve["recall"][at] == pytest.approx(((kept & active).sum() / active.sum()).item())
     assert curve["precision"][at] == pytest.approx(((kept & active).sum() / kept.sum()).item())
+    everything = outputs.double() @ weight.double().T
+    share = dropped.square().sum(-1) / residual, everything.square().sum(-1) / residual
+    assert curve["kept"][at] == pytest.approx(1 - (share[0].mean() / share[1].mean()).item(), rel=1e-5)
     assert curve["realised"][at] == pytest.approx(0.3, abs=0.003)
     assert curve["active"] == pytest.approx(active.float().mean().item())
     assert curve["error"][-1] == 0 and curve["recall"][-1] == 1 and curve["density"][-1] == 1

@@ -17,6 +17,14 @@ SENTENCES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The program would take every core, and leave them taken for the tests after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """(output folder, what was printed) of one small run on the bundled model."""
@@ -45,7 +53,7 @@ def test_program_reports_every_layer(program):
     mlp, heads = program[1]
     for table in (mlp, heads):
         assert [column.header for column in table.columns] == [
-            "layer", "active", "rank", "density", "recall", "precision", "error",
+            "layer", "active", "rank", "density", "recall", "precision", "error", "kept",
         ]  # fmt: skip
         assert table.row_count == 6
 
@@ -54,7 +62,7 @@ def test_help_defines_the_terms(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for term in ("label", "threshold", "density", "recall", "precision", "error"):
+    for term in ("label", "criterion", "threshold", "density", "recall", "precision", "error", "kept"):
         assert f"\n  {term} " in text
 
 
@@ -66,3 +74,34 @@ def test_bundled_predictors_fit_the_bundled_model():
     assert row[0] == 1.0 and row[1] < 0.1
     size = sum(path.stat().st_size for path in (bundled_model() / "predictors").iterdir())
     assert size <= 1.3e6
+
+
+@pytest.mark.parametrize("options", [[], ["--data=a.txt", "--data-free"]])
+def test_text_comes_from_one_place(options, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([f"--out={tmp_path}", *options])
+    assert stop.value.code == 2 and "--data, or --data-free" in capsys.readouterr().err
+
+
+def test_text_of_the_model_and_a_promise(tmp_path, capsys):
+    """Without a file: within the budget of parameters, the default densities keep what was asked for."""
+    options = {"out": tmp_path, "samples": 12, "context": 32, "buffer-tokens": 256, "epochs": 1}
+    options |= {"max-parameters": 0.03, "max-perplexity-increase": "2%", "lookahead": "none"}
+    main(["--data-free", *(f"--{name}={value}" for name, value in options.items())])
+    predictors = PredictorSet.from_pretrained(tmp_path)
+    model = load_model(bundled_model(), torch.float32)
+    blocks = sum(p.numel() for p in model.model.decoder.layers.parameters())
+    assert 0.029 * blocks < predictors.num_parameters() <= 0.03 * blocks
+    promise = predictors.metadata["promise"]
+    assert promise["max_perplexity_increase"] == 0.02 and promise["confirmed"] <= 0.02
+    assert promise["densities"] == {unit: predictors.default_density(unit) for unit in ("mlp", "heads")}
+    assert f"rises by {promise['confirmed']:.2%} on validation text" in capsys.readouterr().out
+    assert predictors.metadata["tokens"]["data"] == "sampled from the model"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors.json", "predictors.safetensors"]
+
+
+def test_a_split_model_has_no_promise(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        main([f"--out={tmp_path}", "--data-free", "--max-perplexity-increase=1%"])
+    assert "runs in one process, the launcher started 2" in capsys.readouterr().err

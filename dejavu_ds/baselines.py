@@ -164,7 +164,7 @@ def use_selection(
     Args:
         name: one of SELECTIONS.
         sparsity: densities as in `init_inference`; None takes the engine's own.
-        densities: {"mlp": [L], "heads": [L]} in place of `layer_densities`, not for "predictor"; 1.0 is dense.
+        densities: {"mlp": [L], "heads": [L]} in place of `layer_densities`, ignored by "predictor"; 1.0 is dense.
         static: what `mean_scores` returned, for "static".
         criterion: one of HEAD_CRITERIA, by which "oracle" scores heads.
         seed: of "random".

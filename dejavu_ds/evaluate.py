@@ -21,14 +21,22 @@ EVALUATION_MODES = ("dense", "masked", "decode")
 class Perplexity:
     """Perplexity over `tokens` predicted tokens, with the standard error of the mean loss carried over.
 
-    Densities are realised means over all layers, dense ones included.
+    Densities are as realised; the means are over all layers, dense ones included.
     """
 
     value: float
     stderr: float
     tokens: int
-    mlp_density: float
-    head_density: float
+    mlp_by_layer: list[float]
+    heads_by_layer: list[float]
+
+    @property
+    def mlp_density(self) -> float:
+        return sum(self.mlp_by_layer) / len(self.mlp_by_layer)
+
+    @property
+    def head_density(self) -> float:
+        return sum(self.heads_by_layer) / len(self.heads_by_layer)
 
 
 class Scorer:
@@ -120,7 +128,7 @@ def perplexity(
     loss = torch.cat(losses).double()
     value = math.exp(loss.mean().item())
     stderr = value * (loss.std() / len(loss) ** 0.5).item()
-    return Perplexity(value, stderr, len(loss), *scorer.densities())
+    return Perplexity(value, stderr, len(loss), *scorer.densities_by_layer())
 
 
 def _losses(scorer: Scorer, ids: torch.Tensor) -> torch.Tensor:

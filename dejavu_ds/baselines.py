@@ -45,7 +45,7 @@ class OracleSelector(Selector):
     def __init__(self, unit: nn.Module, top: "TopUnits", criterion: str) -> None:
         super().__init__(top.stop - top.start, top.device)
         self.of_outputs = hasattr(unit, "heads")
-        self._score = _head_score(unit, criterion) if self.of_outputs else _neuron_score(unit)
+        self._score = head_score(unit, criterion) if self.of_outputs else _neuron_score(unit)
         self._top = top
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,6 +130,10 @@ class TopUnits:
             whole[..., self.start : self.stop] = scores
             scores = self._tp.all_reduce(whole)
         return self.of_all(scores)
+
+    def mean(self, scores: torch.Tensor) -> torch.Tensor:
+        """[..., N] of this rank's units -> [..., 1], over those of all ranks."""
+        return self._tp.all_reduce(scores.sum(-1, keepdim=True)) / self.total
 
     def of_all(self, scores: torch.Tensor) -> torch.Tensor:
         """Likewise from the scores of every rank's units."""
@@ -233,8 +237,11 @@ def _neuron_score(mlp: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: torch.relu(F.linear(x, mlp.fc1, mlp.b1)).float() * norms
 
 
-def _head_score(attention: nn.Module, criterion: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[..., H, head_dim] -> [..., H] fp32"""
+def head_score(attention: nn.Module, criterion: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What heads score by their outputs, a function [..., H, head_dim] -> [..., H] fp32.
+
+    Raises ValueError for an unknown criterion.
+    """
     if criterion not in HEAD_CRITERIA:
         raise ValueError(f"criterion of heads must be one of {', '.join(HEAD_CRITERIA)}, got {criterion!r}")
     if criterion == "norm":

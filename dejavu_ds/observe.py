@@ -17,7 +17,7 @@ from dejavu_ds.baselines import TopUnits, head_score
 from dejavu_ds.block import PerToken, SparseBlock
 from dejavu_ds.engine import DejaVuEngine
 
-IDLE_HEAD = 0.1
+IDLE_HEAD = 0.25
 """A head idles for a token when it adds less than this share of what its layer's heads add on average."""
 
 

@@ -136,12 +136,27 @@ def new_figure(panels: int):
     """An empty figure with its axes, without a window."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * panels, 3.8), layout="constrained")
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", alpha=0.3)
     return figure, axes
+
+
+def log_axis(ax) -> None:
+    """Logarithmic values at 1, 2 and 5, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(ax) -> None:
+    """Where it covers no data."""
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3)
 
 
 def layer_axis(ax, layers: int) -> None:
@@ -169,8 +184,9 @@ def stream_figure(seen):
     for ax, unit in ((attention, "attention"), (mlp, "mlp")):
         ax.plot(layers, seen.norms[unit]["x"], "o-", label="x, the stream before it")
         ax.plot(layers, seen.norms[unit]["f"], "s-", label="F(x), what it adds")
-        ax.set(title="MLP" if unit == "mlp" else unit, ylabel="norm, mean over tokens", yscale="log")
-        ax.legend(frameon=False)
+        ax.set(title="MLP" if unit == "mlp" else unit, ylabel="norm, mean over tokens")
+        log_axis(ax)
+        legend_below(ax)
     for ax in (cosine, attention, mlp):
         layer_axis(ax, len(layers))
     return figure, {"tokens": seen.tokens, "cosine": seen.cosine, "norms": seen.norms}
@@ -180,7 +196,7 @@ def union_figure(seen):
     """Neurons needed by a batch together."""
     both = {"active": seen.active_union}
     if any(value is not None for value in seen.neuron_recall):
-        both["kept by the predictors"] = seen.kept_union
+        both["kept by predictors"] = seen.kept_union
     figure, axes = new_figure(len(both))
     for ax, (name, union) in zip(axes, both.items(), strict=True):
         layers = len(next(iter(union.values())))
@@ -188,10 +204,10 @@ def union_figure(seen):
             label = f"one layer each, {layers} in all" if layer == 0 else None
             ax.plot(list(union), [union[n][layer] for n in union], color="C0", alpha=0.25, label=label)
         ax.plot(list(union), [sum(union[n]) / layers for n in union], "o-", color="C0", label="mean over layers")
-        ax.set(title=f"neurons {name} for any token of a batch", xlabel="batch size", ylabel="share", ylim=(0, 1.02))
+        ax.set(title=f"neurons {name}, union of a batch", xlabel="batch size", ylabel="share", ylim=(0, 1.02))
         ax.set_xscale("log", base=2)
         ax.set_xticks(list(union), [str(n) for n in union])
-        ax.legend(frameon=False)
+        legend_below(ax)
     return figure, {"tokens": seen.tokens, "active_union": seen.active_union, "kept_union": seen.kept_union}
 
 
@@ -201,17 +217,17 @@ def recall_figure(seen, densities: dict):
     panels = (("mlp", seen.neuron_recall, "active neurons"), ("heads", seen.head_recall, "most important heads"))
     for ax, (unit, recall, title) in zip(axes, panels, strict=True):
         layers = range(len(recall))
-        ax.bar(layers, [value or 0 for value in recall], color="C0", label="recall")
-        ax.plot(layers, densities[unit], "k_", markersize=14, label="density asked for: recall of chance")
+        ax.bar(layers, [value or 0 for value in recall], color="C0", alpha=0.6, label="recall")
+        ax.plot(layers, densities[unit], "k_", markersize=14, label="density asked for, the recall of chance")
         ax.set(title=title, ylabel="share", ylim=(0, 1.02))
-        ax.legend(frameon=False, loc="lower right")
+        legend_below(ax)
         layer_axis(ax, len(recall))
     data = {"neuron_recall": seen.neuron_recall, "head_recall": seen.head_recall}
     return figure, {"tokens": seen.tokens, "asked": densities, **data}
 
 
 def density_figure(engine, args, tokenizer, benchmarks):
-    """Perplexity, and accuracy, against the density of either unit; the other one is dense."""
+    """Perplexity, and accuracy, with standard errors against the density of either unit; the other one is dense."""
     rows = density_rows(engine, args, tokenizer, benchmarks)
     keys = list(dict.fromkeys((row["unit"], row["task"]) for row in rows if row["unit"]))
     figure, axes = new_figure(len(keys))
@@ -221,13 +237,13 @@ def density_figure(engine, args, tokenizer, benchmarks):
         for selection in args.selection:
             picked = [r for r in rows if (r["unit"], r["task"], r["selection"]) == (unit, task, selection)]
             picked.sort(key=lambda row: row["density"])
-            x, y = [row["density"] for row in picked], [row["value"] for row in picked]
-            ax.plot(x, y, "o-", color=COLORS[selection], label=selection)
+            x, y, error = ([row[key] for row in picked] for key in ("density", "value", "stderr"))
+            ax.errorbar(x, y, error, fmt="o-", capsize=2, color=COLORS[selection], label=selection)
         name = "neurons" if unit == "mlp" else "heads"
         ax.set(title=f"{task}, {args.mode}", xlabel=f"{name} kept, mean over layers", ylabel=dense["metric"])
         if dense["metric"] == "perplexity":
-            ax.set_yscale("log")
-        ax.legend(frameon=False)
+            log_axis(ax)
+        legend_below(ax)
     return figure, {"mode": args.mode, "rows": rows}
 
 

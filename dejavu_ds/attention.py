@@ -1,5 +1,7 @@
 """The attention of a block: every head, or the selected heads with the missing keys and values made up."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +13,8 @@ from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.kernels.recover_kv import advance_watermark
 from dejavu_ds.mlp import frozen
 from dejavu_ds.selection import Selection, Selector
+
+Keep = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 
 class SparseAttention(nn.Module):
@@ -54,7 +58,7 @@ class SparseAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         mask: torch.Tensor | None,
-        keep: torch.Tensor | None = None,
+        keep: Keep | None = None,
     ) -> torch.Tensor:
         """Attention and output projection.
 
@@ -62,7 +66,8 @@ class SparseAttention(nn.Module):
             q: [B, H, S, head_dim]; k, v: [B, H, L, head_dim].
             mask: broadcastable to [B, 1, S, L], bool (True: attend) or additive; None: causal, which needs S == L or
                 S == 1.
-            keep: [B, S, H] bool, heads to keep token by token; None: all.
+            keep: [B, S, H] bool, heads to keep token by token, or a function that tells them from the heads' outputs
+                [B, S, H, head_dim]; None: all.
 
         Returns:
             [B, S, D]
@@ -70,7 +75,7 @@ class SparseAttention(nn.Module):
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
         o = o.transpose(1, 2)
         if keep is not None:
-            o = o * keep[..., None]
+            o = o * (keep(o) if callable(keep) else keep)[..., None]
         return self._finish(o.reshape(*o.shape[:2], -1) @ self.out)
 
     def prefill(
@@ -79,7 +84,7 @@ class SparseAttention(nn.Module):
         layer: LayerCache,
         cache: DejaVuCache,
         mask: torch.Tensor | None,
-        keep: torch.Tensor | None = None,
+        keep: Keep | None = None,
     ) -> torch.Tensor:
         """Dense over the next S tokens, [B, S, D] -> [B, S, D]; fills the cache.
 
@@ -99,7 +104,7 @@ class SparseAttention(nn.Module):
 
     def decode(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> torch.Tensor:
         """One token a sequence, [B, D] -> [B, D]; fills the cache."""
-        selection = self._every_head if self.selector is None else self.selector.join()
+        selection = self._selection(x, layer, cache)
         if self.selector is None or self.masked:
             o = self._attention(self._qkv_dense(x), layer, cache, self._every_head)
             if self.masked:
@@ -117,6 +122,30 @@ class SparseAttention(nn.Module):
         o = self._attention(qkv.view(x.shape[0], self.heads, 3, self.head_dim), layer, cache, selection)
         y = self._ops.gather_down_proj(o.flatten(1), self.out, idx, count, group=self.head_dim)
         return self._finish(y)
+
+    def _selection(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> Selection:
+        """The step's heads; for a selector that goes by true outputs every head is computed first, on a copy."""
+        if self.selector is None:
+            return self._every_head
+        if self.selector.of_outputs:
+            self.selector.begin(self._every_output(x, layer, cache), cache.live)
+        return self.selector.join()
+
+    def _every_output(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> torch.Tensor:
+        """What each head would give, [B, D] -> [B, H, head_dim]; the cache stays as it is."""
+        layer = LayerCache(*(None if t is None else t.clone() for t in vars(layer).values()))
+        if layer.watermark is not None:
+            self._ops.recover_kv(
+                layer.inputs,
+                self.qkv,
+                self.qkv_bias,
+                self._every_head.mask,
+                layer.watermark,
+                cache.position,
+                layer.k,
+                layer.v,
+            )
+        return self._attention(self._qkv_dense(x), layer, cache, self._every_head)
 
     def _qkv_dense(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., H, 3, head_dim]"""

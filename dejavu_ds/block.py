@@ -1,10 +1,12 @@
 """The module that replaces a decoder layer."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from dejavu_ds.attention import SparseAttention
+from dejavu_ds.attention import Keep, SparseAttention
 from dejavu_ds.cache import DejaVuCache, LayerCache, LayerShape
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.injection_policies import Policy
@@ -130,10 +132,16 @@ class PerToken:
     def tap(self, selectors: list[Selector], x: torch.Tensor) -> None:
         """Let selectors choose from the tap `x` [B, S, D]."""
         for selector in selectors:
-            keep = self._keep[selector] = selector.keep(x)
-            self.kept[selector] = self.kept.get(selector, 0) + int(keep.sum())
-            self.tokens[selector] = self.tokens.get(selector, 0) + keep.shape[:-1].numel()
+            self._keep[selector] = self._choose(selector, x)
 
-    def of(self, selector: Selector | None) -> torch.Tensor | None:
-        """[B, S, N] bool for a unit's own selector; None for a dense unit."""
-        return None if selector is None else self._keep.pop(selector)
+    def of(self, selector: Selector | None) -> Keep | None:
+        """[B, S, N] bool for a unit's own selector, or a function of the unit's outputs; None for a dense unit."""
+        if selector is None:
+            return None
+        return partial(self._choose, selector) if selector.of_outputs else self._keep.pop(selector)
+
+    def _choose(self, selector: Selector, x: torch.Tensor) -> torch.Tensor:
+        keep = selector.keep(x)
+        self.kept[selector] = self.kept.get(selector, 0) + int(keep.sum())
+        self.tokens[selector] = self.tokens.get(selector, 0) + keep.shape[:-1].numel()
+        return keep

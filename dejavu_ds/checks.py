@@ -90,7 +90,7 @@ def check_model(model: PreTrainedModel, policy: Policy) -> None:
     if any(isinstance(layer, SparseBlock) for layer in policy.layers(model)):
         raise ValueError(f"this {name} is in an engine already; load the model anew for another engine")
     if any(p.is_inference() for p in model.parameters()):
-        raise ValueError(f"this {name} was made under torch.inference_mode, which forbids to change it; load it outside")
+        raise ValueError(f"this {name} was made under torch.inference_mode and cannot be changed; load it anew")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"the weights of this {name} are on the meta device; load them first")
 

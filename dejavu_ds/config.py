@@ -55,3 +55,8 @@ class SparsityConfig:
             raise TypeError(f"recovery_window must be an int, got {window!r}")
         if window < 1:
             raise ValueError(f"recovery_window must be at least 1 token, got {window}")
+
+    def density(self, unit: str, default: float) -> float:
+        """What was asked for `unit` ("mlp" or "heads"), else `default`."""
+        asked = self.head_density if unit == "heads" else self.mlp_density
+        return default if asked is None else asked

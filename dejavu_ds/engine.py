@@ -1,6 +1,7 @@
 """`init_inference` and the engine it returns."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,9 @@ from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.predictor import PredictorSet
-from dejavu_ds.selection import Selector
+from dejavu_ds.selection import PredictorSelector, Selector
 from dejavu_ds.stats import StepStats
-from dejavu_ds.taps import tap_of
+from dejavu_ds.taps import UNITS, Tap, tap_of
 
 
 # The blocks' buffers are written in place, which torch forbids for tensors made under inference_mode.
@@ -130,9 +131,9 @@ class DejaVuEngine(InferenceEngine):
         if isinstance(head, LmHeadLinearAllreduce):
             embedding = self.module.get_input_embeddings().weight if tied else None
             self.module.lm_head = RowParallelHead(head.weight, head.bias, embedding, self.tp)
-        if predictors is not None:
-            self._attach(predictors, sparsity)
         self.stats = StepStats(self)
+        if predictors is not None:
+            self.attach(self.predictor_selectors(predictors, sparsity), sparsity)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -246,29 +247,51 @@ class DejaVuEngine(InferenceEngine):
         )
         return self.module.generate(*inputs, custom_generate=loop, **kwargs)
 
-    def _attach(self, predictors: PredictorSet, sparsity: SparsityConfig) -> None:
-        """Give every sparse unit its selector, and every tap its listeners."""
-        stream = torch.cuda.Stream() if self.device.type == "cuda" else None
-        blocks = self.blocks
-        selectors: dict[tuple[str, int], Selector] = {}
-        for unit, trained in (("heads", predictors.heads), ("mlp", predictors.mlp)):
-            asked = sparsity.head_density if unit == "heads" else sparsity.mlp_density
-            densities = predictors.densities(unit, asked if asked is not None else predictors.default_density(unit))
-            for i, (predictor, density) in enumerate(zip(trained, densities, strict=True)):
-                local = blocks[i].attention.heads if unit == "heads" else blocks[i].mlp.neurons
-                # Collective, so asked for on every rank and for every layer alike.
-                start = self.tp.offset(local, self.device)
-                if predictor is None or density >= 1 or local == 0:
-                    continue  # dense; a rank without neurons (DeepSpeed shards by 64) has nothing to choose
-                shard = predictor.shard(start, start + local).to(self.device, self.dtype)
-                selectors[unit, i] = Selector(shard, predictor.threshold(density), self._ops, stream)
-        for i, block in enumerate(blocks):
-            heads, mlp = selectors.get(("heads", i)), selectors.get(("mlp", i))
+    def attach(self, selectors: Mapping[tuple[str, int], tuple[Selector, Tap]], sparsity: SparsityConfig) -> None:
+        """Put these selectors in the place of all that are attached; a unit without one is dense.
+
+        Caches made before are of no use after: the layers may need other ones.
+
+        Args:
+            selectors: {(unit, layer): (selector, where it takes its input)}; the tap of a selector whose `of_outputs`
+                is set is not used.
+            sparsity: of which the mode and the recovery window are used.
+        """
+        self.sparsity = sparsity
+        for i, block in enumerate(self.blocks):
+            heads, mlp = (selectors.get((unit, i), (None, None))[0] for unit in ("heads", "mlp"))
+            block.at_attention, block.at_mlp = [], []
             block.attach(heads, mlp, masked=sparsity.mode == "masked", window=sparsity.recovery_window)
-        for (unit, i), selector in selectors.items():
-            tap = tap_of(unit, i, predictors.lookahead)
-            listeners = blocks[tap.layer].at_attention if tap.point == "attention" else blocks[tap.layer].at_mlp
-            listeners.append(selector)
+        for selector, tap in selectors.values():
+            if selector.of_outputs:
+                continue
+            block = self.blocks[tap.layer]
+            (block.at_attention if tap.point == "attention" else block.at_mlp).append(selector)
+        self.stats.reset()
+
+    def local_units(self, unit: str, layer: int) -> tuple[int, int]:
+        """(start, stop) of this rank's among a layer's units; collective, so to be asked on every rank alike."""
+        block = self.blocks[layer]
+        local = block.attention.heads if unit == "heads" else block.mlp.neurons
+        start = self.tp.offset(local, self.device)
+        return start, start + local
+
+    def predictor_selectors(
+        self, predictors: PredictorSet, sparsity: SparsityConfig
+    ) -> dict[tuple[str, int], tuple[Selector, Tap]]:
+        """What `attach` takes, made of predictors at the densities asked for."""
+        stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        selectors = {}
+        for unit in UNITS:
+            densities = predictors.densities(unit, sparsity.density(unit, predictors.default_density(unit)))
+            for i, (predictor, density) in enumerate(zip(predictors.of(unit), densities, strict=True)):
+                start, stop = self.local_units(unit, i)
+                if predictor is None or density >= 1 or start == stop:
+                    continue  # dense; a rank without neurons (DeepSpeed shards by 64) has nothing to choose
+                shard = predictor.shard(start, stop).to(self.device, self.dtype)
+                selector = PredictorSelector(shard, predictor.threshold(density), self._ops, stream)
+                selectors[unit, i] = selector, tap_of(unit, i, predictors.lookahead)
+        return selectors
 
     def _check_inputs(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):

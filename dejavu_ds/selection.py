@@ -32,11 +32,53 @@ class Selection(NamedTuple):
 
 
 class Selector:
-    """Selects by a threshold on a predictor's logits, ahead of the block that uses the result.
+    """Chooses the units of one layer, ahead of the block that uses the result.
 
-    `begin` is called where the predictor's input exists (its tap), `join` where the selection is needed; on a GPU the
-    work in between runs on a stream of its own. A threshold and not a top-k: a neuron's fate depends on its own logit
-    alone, so it is the same on every rank and at every tensor-parallel size.
+    `begin` is called where the choice's input exists (its tap), `join` where the selection is needed. A subclass says
+    what a token keeps in `keep`; that alone makes a selector, without speed. `PredictorSelector` is the fast one.
+
+    Args:
+        size: units N of this rank.
+        device: where the selection lives.
+    """
+
+    of_outputs = False
+    """Whether `keep` and `begin` take the unit's true outputs, inside the unit, and no tap's input: an oracle's way."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._selection = Selection.all_of(size, device)
+        self.kept_total = torch.zeros(1, dtype=torch.int64, device=device)
+        """Units kept since the last reset, summed over the steps."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a choice reads."""
+        return 0
+
+    def begin(self, x: torch.Tensor, live: torch.Tensor) -> None:
+        """Start selecting from the tap `x` [B, D]; only sequences with `live` [B] bool have a say."""
+        idx, count, mask = self._selection
+        mask.copy_((self.keep(x) & live[:, None]).any(0))
+        kept = mask.nonzero().flatten()
+        idx[: len(kept)] = kept.int()
+        count.fill_(len(kept))
+        self.kept_total += count
+
+    def join(self) -> Selection:
+        """The selection; the current stream waits for it, the host does not."""
+        return self._selection
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """The choice of each token on its own, [..., D] -> [..., N] bool; no union over a batch."""
+        raise NotImplementedError
+
+
+class PredictorSelector(Selector):
+    """Selects by a threshold on a predictor's logits.
+
+    On a GPU the work between `begin` and `join` runs on a stream of its own. A threshold and not a top-k: a neuron's
+    fate depends on its own logit alone, so it is the same on every rank and at every tensor-parallel size.
 
     Args:
         predictor: its rows for the units of this rank.
@@ -46,19 +88,18 @@ class Selector:
     """
 
     def __init__(self, predictor: Predictor, threshold: float, ops: Ops, stream: "torch.cuda.Stream | None") -> None:
+        super().__init__(predictor.units, predictor.w2.device)
         self.predictor = predictor
         self.threshold = threshold
-        self.size = predictor.w2.shape[0]
-        device = predictor.w2.device
         self._ops = ops
         self._stream = stream
         self._input: torch.Tensor | None = None
-        self._selection = Selection.all_of(self.size, device)
-        self.kept_total = torch.zeros(1, dtype=torch.int64, device=device)
-        """Units kept since the last reset, summed over the steps."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.predictor.parameters())
 
     def begin(self, x: torch.Tensor, live: torch.Tensor) -> None:
-        """Start selecting from the tap `x` [B, D]; only sequences with `live` [B] bool have a say."""
         if self._stream is None:
             self._select(x, live)
             return
@@ -68,14 +109,12 @@ class Selector:
             self._select(x, live)
 
     def join(self) -> Selection:
-        """The selection; the current stream waits for it, the host does not."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._input = None
         return self._selection
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """The choice of each token on its own, [..., D] -> [..., N] bool; no union over a batch."""
         return self.predictor.logits(x).float() > self.threshold
 
     def _select(self, x: torch.Tensor, live: torch.Tensor) -> None:

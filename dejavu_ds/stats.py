@@ -95,7 +95,7 @@ def _layer_counts(block: nn.Module, steps: int) -> tuple[float, ...]:
     # Of a head's rows (q, k, v, out: head_dim each, biases aside) recovery reads k and v again.
     recovered = attention.recovered_total.item() / steps * head_bytes / 2
     fixed = biases + _bytes(block.attention_norm) + _bytes(block.mlp_norm)
-    predictors = sum(_bytes(s.predictor) for s in (attention.selector, mlp.selector) if s is not None)
+    predictors = sum(s.nbytes for s in (attention.selector, mlp.selector) if s is not None)
     read = fixed + predictors + heads * head_bytes + recovered + neurons * neuron_bytes
     dense = fixed + attention.heads * head_bytes + mlp.neurons * neuron_bytes
     return heads, attention.heads, neurons, mlp.neurons, read, dense

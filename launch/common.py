@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -36,6 +37,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         exit_with_error(self.prog, f"{message} (--help lists the options)")
+
+
+def forget_script_folder() -> None:
+    """Take the running script's folder off the module path, where Python puts it.
+
+    In there our evaluate.py would pass for the package of that name, which lm-eval imports, and our generate.py for
+    anybody's.
+    """
+    folder = Path(sys.modules["__main__"].__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != folder]
 
 
 def positive_int(text: str) -> int:

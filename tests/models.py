@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from dejavu_ds.checkpoint import bundled_model
-from dejavu_ds.selection import Selection
+from dejavu_ds.selection import Selection, Selector
 
 PROMPTS = [
     "The king sat down and",
@@ -63,13 +63,13 @@ def bundled(dtype: torch.dtype = torch.float32):
     return AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=dtype).eval()
 
 
-class FixedSelector:
-    """Stands in for a Selector: the sets are given, one bool mask [N] a step, the last one repeated."""
+class FixedSelector(Selector):
+    """The sets are given, one bool mask [N] a step, the last one repeated."""
 
     def __init__(self, masks: list[torch.Tensor]) -> None:
+        super().__init__(masks[0].numel(), masks[0].device)
         self.masks = masks
         self.step = 0
-        self.kept_total = torch.zeros(1, dtype=torch.int64, device=masks[0].device)
 
     def join(self) -> Selection:
         mask = self.masks[min(self.step, len(self.masks) - 1)]

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -130,6 +130,17 @@ def leave_job() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def run_program(parser: Parser, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """What every program does once its arguments are checked: quiet set-up, `run(args)`, a clean end."""
+    with quiet_imports():
+        import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
+    quiet_other_ranks()
+    set_cpu_threads()
+    with reported_errors(parser.prog):
+        run(args)
+    leave_job()
 
 
 def torch_dtype(name: str):

@@ -12,13 +12,10 @@ from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
     forget_script_folder,
-    leave_job,
     positive_int,
     quiet_imports,
-    quiet_other_ranks,
     rank,
-    reported_errors,
-    set_cpu_threads,
+    run_program,
     share,
     torch_dtype,
     world_size,
@@ -91,13 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--selection static needs --calibration, a text on which its sets are chosen")
     if args.match_realised and not (args.data and args.selection[0] == "predictor"):
         parser.error("--match-realised needs --data, and predictor as the first --selection")
-    with quiet_imports():
-        import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
-    quiet_other_ranks()
-    set_cpu_threads()
-    with reported_errors(parser.prog):
-        run(args)
-    leave_job()
+    run_program(parser, run, args)
 
 
 def run(args) -> None:

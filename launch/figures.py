@@ -8,11 +8,8 @@ from dejavu_ds.launch.common import (
     Parser,
     forget_script_folder,
     positive_int,
-    quiet_imports,
-    quiet_other_ranks,
     rank,
-    reported_errors,
-    set_cpu_threads,
+    run_program,
     share,
     torch_dtype,
     world_size,
@@ -60,12 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, load, measure, draw."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    with quiet_imports():
-        import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
-    quiet_other_ranks()
-    set_cpu_threads()
-    with reported_errors(parser.prog):
-        run(args)
+    run_program(parser, run, args)
 
 
 def run(args) -> None:

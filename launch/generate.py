@@ -8,14 +8,10 @@ from pathlib import Path
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
-    leave_job,
     positive_float,
     positive_int,
-    quiet_imports,
-    quiet_other_ranks,
     rank,
-    reported_errors,
-    set_cpu_threads,
+    run_program,
     share,
     shared_by_rank_0,
     torch_dtype,
@@ -67,13 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, load, generate, report."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    with quiet_imports():
-        import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
-    quiet_other_ranks()
-    set_cpu_threads()
-    with reported_errors(parser.prog):
-        run(args)
-    leave_job()
+    run_program(parser, run, args)
 
 
 def run(args) -> None:

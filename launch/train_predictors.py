@@ -16,10 +16,8 @@ from dejavu_ds.launch.common import (
     Parser,
     positive_float,
     positive_int,
-    quiet_other_ranks,
     rank,
-    reported_errors,
-    set_cpu_threads,
+    run_program,
     share,
     world_size,
 )
@@ -58,10 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("give text with --data, or --data-free to let the model write it")
     if world_size() > 1 and args.max_perplexity_increase is not None:
         parser.error(f"--max-perplexity-increase runs in one process, the launcher started {world_size()}")
-    quiet_other_ranks()
-    set_cpu_threads()
-    with reported_errors(parser.prog):
-        run(args)
+    run_program(parser, run, args)
 
 
 def run(args) -> None:

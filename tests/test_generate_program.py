@@ -151,11 +151,13 @@ def test_the_launchers_argument_is_taken(program):
 
 
 def test_bytes_follow_from_the_densities(program):
-    D, F, L, V, r = 256, 1024, 6, 8192, 64
+    D, F, L, V = 256, 1024, 6, 8192
+    stored = json.loads((bundled_model() / "predictors" / "predictors.json").read_text())["predictors"]["mlp"]
+    ranks = [entry["rank"] for entry in stored if entry is not None]
     neurons = 2 * D * F + F
     # Attention with its biases, neurons, the bias of fc2, two layer norms; the head.
     dense = 4 * (L * (4 * D * D + 4 * D + neurons + D + 4 * D) + V * D)
-    mlp_predictors = 4 * (L - 1) * (r * D + r + F * r + F)
+    mlp_predictors = 4 * sum(r * D + r + F * r + F for r in ranks)
     assert program("--dense", "--max-new-tokens", "8")[0]["weight_bytes_read"] == dense
     figures, out = program("--max-new-tokens", "24")
     assert list(figures) == KEYS and figures["tp"] == 1 and figures["head_density"] == 1.0

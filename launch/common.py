@@ -82,6 +82,11 @@ def exit_with_error(program: str, message: str) -> NoReturn:
     if rank():
         time.sleep(_PATIENCE_S)
     print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if world_size() > 1:
+        # Gloo's threads, torn down with the interpreter, now and then abort the process: a second complaint and another
+        # exit status. Closing the group, as `leave_job` does, would wait for ranks that are elsewhere.
+        sys.stdout.flush()
+        os._exit(2)
     sys.exit(2)
 
 

@@ -316,8 +316,9 @@ def test_two_processes_complain_once(argv, said):
     run = launch(*argv)
     assert run.returncode != 0
     assert complaints(run.stdout) == []
-    (line,) = complaints(run.stderr)
-    assert line.startswith("generate.py: error: ") and said in line
+    lines = complaints(run.stderr)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("generate.py: error: ") and said in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What `launch/benchmark.py` is made of: shapes, random weights, systems to compare, timing, results, the plot."""

@@ -1,0 +1,285 @@
+"""Measure a decode step, its kernels, batches and tensor parallelism against Hugging Face and DeepSpeed."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from dejavu_ds.launch.common import (
+    DTYPES,
+    Parser,
+    exit_with_error,
+    forget_script_folder,
+    positive_int,
+    rank,
+    run_program,
+    share,
+    shared_by_rank_0,
+    torch_dtype,
+    world_size,
+)
+
+EPILOG = """\
+benchmarks:
+  kernels  the operations of one layer against torch's dense ones; --shape opt-175b/4 is a rank's share
+  decode   one step of one sequence, by context
+  batch    one step of several sequences, by batch size; each keeps an independent set, the batch their union
+  tp       decode split over several GPUs: tp --num-gpus N, or deepspeed --num_gpus N launch/benchmark.py tp
+
+systems:
+  hf-eager           Hugging Face's model as it is
+  hf-compiled        with its static cache, the step compiled by torch
+  deepspeed          deepspeed.init_inference of it, by AutoTP
+  deepspeed-kernels  the same with replace_with_kernel_inject=True
+  dense              this project's engine without predictors
+  sparse             with predictors: random ones of trained size whose thresholds give just the density asked for, or
+                     --predictors of a --model
+
+A system that fails is a row that says so. docs/benchmark.md explains the rows and how they are measured.
+"""
+BENCHMARKS = ("kernels", "decode", "batch", "tp")
+SYSTEMS = ("deepspeed-kernels", "hf-eager", "hf-compiled", "deepspeed", "dense", "sparse")
+KERNEL_SHAPES = ("opt-1.3b", "opt-6.7b", "opt-30b", "opt-66b", "opt-66b/4", "opt-175b/4", "opt-175b/8")
+_WARMUP = 10
+
+
+def natural(text: str) -> int:
+    """An argument's type: a whole number from 0 on."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def open_share(text: str) -> float:
+    """An argument's type: a number between 0 and 1, without both."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}")
+    return value
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="benchmark.py", description=__doc__, epilog=EPILOG)
+    subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join(BENCHMARKS))
+    for name in BENCHMARKS:
+        sub = subparsers.add_parser(name, prog=f"benchmark.py {name}", description=__doc__, epilog=EPILOG)
+        add_sizes(sub, name)
+        if name != "kernels":
+            add_systems(sub, name)
+        add_measuring(sub, name)
+    return parser
+
+
+def add_sizes(sub: Parser, name: str) -> None:
+    """Which model, in which setting."""
+    add = sub.add_argument
+    if name == "kernels":
+        add("--shape", nargs="+", default=list(KERNEL_SHAPES), metavar="SHAPE[/TP]", help="default: %(default)s")
+    else:
+        which = sub.add_mutually_exclusive_group(required=True)
+        which.add_argument("--shape", help="sizes with random weights: opt-30b, a folder with config.json, or numbers")
+        which.add_argument("--model", help="folder or hub name of an OPT")
+    add("--contexts", nargs="+", type=positive_int, default=[256], help="tokens attended to (default: %(default)s)")
+    batches = [1, 2, 4, 8, 16] if name == "batch" else [1]
+    add("--batch-sizes", nargs="+", type=positive_int, default=batches, help="default: %(default)s")
+    mlp, heads = (0.05, 1.0) if name == "batch" else (0.15, 0.5)
+    add("--mlp-density", type=share, default=mlp, help="neurons that a sequence keeps (default: %(default)s)")
+    add("--head-density", type=share, default=heads, help="heads that a sequence keeps (default: %(default)s)")
+    add("--dtype", choices=tuple(DTYPES), help="default: fp16 on a GPU, fp32 on a CPU")
+
+
+def add_systems(sub: Parser, name: str) -> None:
+    """What is compared."""
+    add = sub.add_argument
+    systems = ["deepspeed", "dense", "sparse"] if name == "tp" else list(SYSTEMS)
+    add("--systems", nargs="+", choices=SYSTEMS, default=systems, help="default: %(default)s")
+    add("--predictors", help="folder or hub id of the model's predictors (default: random ones)")
+    add("--rank", type=positive_int, help="of random predictors (default: 6 %% of the parameters, 256 at most)")
+    add(
+        "--active-share",
+        type=open_share,
+        default=0.5,
+        help="random weights: neurons that a token activates; fc2 skips the others (default: %(default)s)",
+    )
+    if name == "tp":
+        add("--num-gpus", type=positive_int, help="start so many processes by DeepSpeed's launcher (default: one)")
+
+
+def add_measuring(sub: Parser, name: str) -> None:
+    """How it is measured and where it goes."""
+    add = sub.add_argument
+    add("--steps", type=positive_int, help="timed steps or replays (default: 50 on a GPU, 8 on a CPU)")
+    if name != "kernels":
+        add("--generate-tokens", type=natural, help="timed end to end, 0: none (default: 64 on a GPU, 9 on a CPU)")
+        add("--plot", metavar="FILE.png", help="latency by prompt length, or by batch size")
+    add("--out", metavar="FILE.json", help="write conditions and rows")
+    add("--commit", help="commit that the figures belong to, for a copy without git history")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, check, measure, report."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
+    if args.benchmark == "tp":
+        start_ranks(parser, args)
+    elif world_size() > 1:
+        parser.error(f"{args.benchmark} runs in one process; under the launcher use tp")
+    run_program(parser, run_kernels if args.benchmark == "kernels" else run_decode, args)
+
+
+def start_ranks(parser: Parser, args) -> None:
+    """Run again under DeepSpeed's launcher if several processes are asked for and none was started."""
+    wanted = args.num_gpus or world_size()
+    if "WORLD_SIZE" in os.environ:
+        if wanted != world_size():
+            parser.error(f"--num-gpus {wanted} under a launcher of {world_size()} process(es); drop it")
+        return
+    if wanted > 1:
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(wanted)]
+        sys.exit(subprocess.run([*launcher, str(Path(__file__).resolve()), *args.argv]).returncode)
+
+
+def run_decode(args) -> None:
+    """decode, batch and tp."""
+    from dejavu_ds.bench.collective import all_reduce_rows
+    from dejavu_ds.bench.decode import run_plan
+    from dejavu_ds.bench.plot import check_matplotlib
+
+    if args.plot:
+        check_matplotlib()
+    plan = make_plan(args)
+    rows = all_reduce_rows(plan, args.steps) + run_plan(plan)
+    if rank() == 0:
+        report(args, rows)
+    fail_if_ours_failed(rows)
+
+
+def make_plan(args):
+    """Everything checked that can be before a weight is made."""
+    from dejavu_ds import PredictorSet
+    from dejavu_ds.bench.decode import IN_ONE_PROCESS, Load, Plan
+    from dejavu_ds.bench.random_predictors import default_ranks
+    from dejavu_ds.bench.source import Source
+    from dejavu_ds.bench.traffic import Limit
+
+    device = choose_device(args)
+    defaults = (50, 64) if device.type == "cuda" else (8, 9)
+    args.steps = args.steps or defaults[0]
+    generated = defaults[1] if args.generate_tokens is None else args.generate_tokens
+    if args.predictors and args.model is None:
+        raise ValueError("--predictors belong to a --model; a --shape has random ones")
+    if world_size() > 1 and (alone := [name for name in args.systems if name in IN_ONE_PROCESS]):
+        raise ValueError(f"{', '.join(alone)} runs in one process, not in {world_size()}: leave it out of --systems")
+    shape = find_shape(args)
+    if shape.heads % world_size():
+        raise ValueError(f"{shape.heads} heads of {shape.name} do not divide by {world_size()} processes")
+    ranks = dict.fromkeys(("mlp", "heads"), args.rank) if args.rank else default_ranks(shape)
+    loads = [
+        Load.make(shape, batch, context, args.steps, min(_WARMUP, args.steps), device)
+        for batch in args.batch_sizes
+        for context in args.contexts
+    ]
+    predictors = PredictorSet.from_pretrained(args.predictors) if args.predictors else None
+    source = Source(shape, torch_dtype(args.dtype), device, world_size(), args.model, predictors, args.active_share)
+    source.check_memory()
+    limit = shared_by_rank_0(lambda: Limit.measure(device).gb_per_s)
+    return Plan(
+        args.benchmark,
+        source,
+        tuple(args.systems),
+        loads,
+        args.mlp_density,
+        args.head_density,
+        ranks,
+        limit,
+        generated,
+        say,
+    )
+
+
+def choose_device(args):
+    """This rank's device; fills in the default dtype."""
+    import torch
+
+    if not torch.cuda.is_available():
+        args.dtype = args.dtype or "fp32"
+        return torch.device("cpu")
+    args.dtype = args.dtype or "fp16"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def find_shape(args):
+    """The sizes asked for; of a model those of its configuration."""
+    from transformers import AutoConfig
+
+    from dejavu_ds.bench.shapes import parse_shape, shape_of
+    from dejavu_ds.injection_policies import policy_for
+
+    if args.model is None:
+        return parse_shape(args.shape)
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no model at {args.model!r}: give a folder or a hub name ({error})") from error
+    policy_for(config)
+    return shape_of(config, Path(args.model).name)
+
+
+def run_kernels(args) -> None:
+    """The operations alone."""
+    from dejavu_ds.bench.kernels import Layer, kernel_rows
+    from dejavu_ds.bench.shapes import parse_local_shape
+    from dejavu_ds.bench.traffic import Limit
+
+    device = choose_device(args)
+    args.steps = args.steps or (50 if device.type == "cuda" else 3)
+    shapes = [parse_local_shape(text) for text in args.shape]
+    for shape, _ in shapes:
+        if max(args.contexts) > shape.positions:
+            raise ValueError(f"context {max(args.contexts)} is beyond the {shape.positions} positions of {shape.name}")
+    limit = Limit.measure(device).gb_per_s
+    rows = []
+    for shape, tp in shapes:
+        for batch in args.batch_sizes:
+            for context in args.contexts:
+                layer = Layer(
+                    shape, tp, batch, context, args.mlp_density, args.head_density, torch_dtype(args.dtype), device
+                )
+                rows += kernel_rows(layer, args.steps, limit, say)
+    report(args, rows)
+
+
+def report(args, rows: list[dict]) -> None:
+    """Table, file and plot."""
+    from dejavu_ds.bench.plot import draw
+    from dejavu_ds.bench.results import command_line, conditions, print_table, write_results
+
+    print_table(rows)
+    found = conditions(command_line("launch/benchmark.py", args.argv), args.commit)
+    if args.out:
+        write_results(args.out, {"conditions": found, "rows": rows})
+    if getattr(args, "plot", None):
+        steps = [row for row in rows if "kernel" not in row]
+        draw(steps, args.plot, f"{steps[0]['shape']}, {steps[0]['dtype']}, {world_size()} x {found['gpu']}")
+
+
+def fail_if_ours_failed(rows: list[dict]) -> None:
+    """Peers may fail; that our own engine does is an error, once everything is reported."""
+    for row in rows:
+        if row["system"] in ("dense", "sparse") and row.get("error"):
+            exit_with_error("benchmark.py", f"{row['system']} failed: {row['error']}")
+
+
+def say(text: str) -> None:
+    """Progress, on standard error of rank 0."""
+    if rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    forget_script_folder()
+    main()

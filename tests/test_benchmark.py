@@ -1,0 +1,386 @@
+"""The benchmark program: its rows, its bytes, its systems, what it refuses. Nothing here looks at a time."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from test_tp import free_port, python_path
+from transformers import OPTForCausalLM
+
+from dejavu_ds.bench import decode, systems, traffic
+from dejavu_ds.bench.decode import Load
+from dejavu_ds.bench.random_predictors import attach_calibrated, default_ranks, random_predictors, union_density
+from dejavu_ds.bench.results import KEYS, command_line, make_row, ratios
+from dejavu_ds.bench.shapes import SHAPES, parse_local_shape, parse_shape
+from dejavu_ds.bench.source import Source
+from dejavu_ds.bench.traffic import Limit, model_bytes, step_bytes
+from dejavu_ds.bench.weights import empty_model, random_model
+from dejavu_ds.checkpoint import bundled_model
+from dejavu_ds.launch import benchmark
+
+TINY = "hidden=64,ffn=256,heads=4,layers=2,vocab=512,positions=128"
+QUICK = ["--steps", "4", "--contexts", "16", "--generate-tokens", "4"]
+
+
+@pytest.fixture(autouse=True)
+def quick_limit(monkeypatch):
+    """The real measurement reads a quarter of a gigabyte several times."""
+    monkeypatch.setattr(Limit, "measure", classmethod(lambda cls, device: cls(10.0, 20.0, 5.0)))
+
+
+def run(tmp_path, *arguments: str) -> dict:
+    out = tmp_path / "results.json"
+    benchmark.main([*arguments, "--out", str(out)])
+    return json.loads(out.read_text())
+
+
+def on(device: str) -> torch.device:
+    return torch.device(device)
+
+
+def source(device: str, **options) -> Source:
+    return Source(parse_shape(TINY), torch.float32, on(device), **options)
+
+
+# Shapes and bytes
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_hugging_faces(name):
+    shape = SHAPES[name]
+    model = empty_model(shape, torch.float16)
+    layer = model.model.decoder.layers[0]
+    assert sum(p.numel() for p in layer.parameters()) == shape.block_parameters
+    assert len(model.model.decoder.layers) == shape.layers
+    # The published sizes name their parameters: 1.3b, 175b.
+    total, named = sum(p.numel() for p in model.parameters()), name.removeprefix("opt-")
+    stated = float(named[:-1]) * {"m": 1e6, "b": 1e9}[named[-1]]
+    assert abs(total / stated - 1) < 0.04
+
+
+def test_shapes_by_number_by_share_and_by_folder():
+    shape = parse_shape("hidden=64, ffn=256, heads=4, layers=2")
+    assert (shape.hidden, shape.ffn, shape.head_dim, shape.vocab, shape.positions) == (64, 256, 16, 50272, 2048)
+    assert parse_local_shape("OPT-66B/4") == (SHAPES["opt-66b"], 4)
+    assert parse_local_shape("opt-30b") == (SHAPES["opt-30b"], 1)
+    bundled = parse_shape(str(bundled_model()))
+    assert (bundled.name, bundled.hidden, bundled.heads) == ("opt-7m", 256, 8)
+
+
+def test_dense_bytes_are_those_of_the_model():
+    """All parameters but the rows of the embedding that no token asks for, the keys and the values."""
+    shape = parse_shape(TINY)
+    model = OPTForCausalLM(shape.config())
+    parameters = sum(p.numel() for p in model.parameters())  # the tied embedding counts once: as the head
+    positions = model.model.decoder.embed_positions.weight.numel()
+    batch, context = 3, 10
+    keys_and_values = batch * context * 2 * 64 * 2
+    looked_up = batch * 2 * 64
+    expected = 4 * (parameters - positions + looked_up + keys_and_values)
+    assert step_bytes(shape, 4, batch=batch, context=context) == expected
+
+
+def test_sparse_bytes_by_hand():
+    """One of 4 heads, a quarter of 256 neurons, of which half are active; predictors of rank 8 and 3; two ranks."""
+    neurons, heads = 128 // 4, 0.5
+    layer = neurons * (64 + 1) + neurons / 2 * 64 + 64  # fc1 with bias, fc2, its bias
+    layer += heads * 16 * (3 * (64 + 1) + 64) + 64  # q, k, v with bias, out, its bias
+    layer += 20 * 2 * heads * 16  # keys and values
+    layer += 4 * 64  # norms
+    layer += 8 * 64 + 8 + 128 * 8 + 128  # neurons' predictor, half its second layer
+    layer += 3 * 64 + 3 + 2 * 3 + 2  # heads'
+    expected = 2 * (2 * layer + 512 * 64 / 2 + 2 * 64 + 2 * 64)
+    kept = {"mlp_density": 0.25, "head_density": 0.25, "active_share": 0.5}
+    assert step_bytes(parse_shape(TINY), 2, tp=2, context=20, ranks={"mlp": 8, "heads": 3}, **kept) == expected
+
+
+def test_bytes_agree_with_the_engines_own_count(device):
+    """Without keys, values and embeddings, and with no head recovered, the engine counts the same weights."""
+    ours, _, predictors = calibrated(device, {"mlp": 0.25, "heads": 1.0})
+    report = ours.engine.stats.report()
+    ranks = {"mlp": predictors.mlp[0].rank}
+    counted = step_bytes(
+        parse_shape(TINY), 4, context=0, batch=0, ranks=ranks, mlp_density=report.mlp_density, head_density=1.0
+    )
+    final_norm = 2 * 64 * 4
+    assert abs(report.weight_bytes_read + final_norm - counted) <= 2
+    assert report.dense_weight_bytes + final_norm == step_bytes(parse_shape(TINY), 4, context=0, batch=0)
+
+
+def test_quantised_bytes():
+    shape = parse_shape(TINY)
+    weights = 2 * (4 * 64 * 64 + 2 * 64 * 256)
+    saved = step_bytes(shape, 2, context=8) - step_bytes(shape, 2, context=8, quantize="nf4")
+    assert saved == weights * (2 - 0.5 - 4 / 64)
+
+
+def test_a_model_that_does_not_fit(monkeypatch, capsys):
+    monkeypatch.setattr(traffic, "free_bytes", lambda device: 10**9)
+    refused(
+        capsys,
+        ["decode", "--shape", "opt-175b"],
+        r"opt-175b in float\d+ over 1 rank.* needs \d{3},\d{3},.* 1,000,000,000 are free",
+    )
+    assert model_bytes(SHAPES["opt-175b"], 2, tp=4) < 95e9
+
+
+# Systems
+
+
+def load_of(device: str, batch: int = 1, steps: int = 8) -> Load:
+    return Load.make(parse_shape(TINY), batch, context=24, steps=steps, warmup=4, device=on(device))
+
+
+def test_a_load_straddles_its_context(device):
+    load = load_of(device, batch=2)
+    assert load.prompt.shape == (2, 24 - 4 - 4) and len(load.warmup) == 4 and len(load.tokens) == 8
+    before_timed = load.prompt.shape[1] + len(load.warmup)
+    attended = [before_timed + 1 + i for i in range(8)]
+    assert sum(attended) / 8 == 24.5  # the new token attends to itself
+    assert load.capacity == attended[-1]
+
+
+@torch.no_grad()
+def test_every_system_gives_the_same_logits(device, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+    load, logits = load_of(device, batch=2), {}
+    whole = source(device)
+    reference = random_model(parse_shape(TINY), torch.float32, on(device), 0.5)
+    ids = torch.cat([load.prompt, torch.stack(load.warmup + load.tokens, dim=1)], dim=1)
+    exact = reference(ids).logits[:, load.prompt.shape[1] :]
+    for build in (
+        lambda: systems.HFEager(whole.model()),
+        lambda: systems.HFCompiled(whole.model(), "default"),
+        lambda: systems.DeepSpeed(whole.deepspeed()),
+        lambda: systems.Ours(whole.engine(), "dense"),
+    ):
+        system = build()
+        for _ in range(2):  # a second start forgets the first
+            system.start(load.prompt, load.capacity)
+            logits = torch.stack([system.step(tokens).clone() for tokens in load.warmup + load.tokens], dim=1)
+        torch.testing.assert_close(logits, exact, atol=2e-4, rtol=2e-4)
+        new = system.generate(load.prompt, 3)
+        assert new is None or new.shape == (2, load.prompt.shape[1] + 3)
+
+
+def calibrated(device: str, densities: dict, batch: int = 1):
+    """Our engine with random predictors, after the timed steps."""
+    shape, load = parse_shape(TINY), load_of(device, batch)
+    ours = systems.Ours(source(device).engine(), "sparse")
+    ranks = {unit: rank for unit, rank in default_ranks(shape).items() if densities[unit] < 1}
+    predictors = random_predictors(shape, ranks, torch.float32, on(device))
+
+    def steps():
+        ours.start(load.prompt, load.capacity)
+        ours.engine.stats.reset()
+        for tokens in load.warmup + load.tokens:
+            ours.step(tokens)
+
+    attach_calibrated(ours.engine, predictors, densities, steps)
+    steps()
+    return ours, load, predictors
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_random_predictors_keep_what_was_asked_for(device, batch):
+    densities = {"mlp": union_density(0.1, batch), "heads": 0.5}
+    ours, load, _ = calibrated(device, densities, batch)
+    report = ours.engine.stats.report()
+    assert report.steps == len(load.warmup) + len(load.tokens)
+    assert report.mlp_density == pytest.approx(densities["mlp"], rel=0.02)
+    # 12 steps of 2 layers of 4 heads: one decision is a hundredth.
+    assert report.head_density == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_union_of_independent_sets():
+    assert union_density(0.05, 1) == pytest.approx(0.05)
+    sets = torch.rand(8, 200_000, generator=torch.Generator().manual_seed(0)) < 0.05
+    assert union_density(0.05, 8) == pytest.approx(sets.any(0).float().mean().item(), rel=0.01)
+
+
+def test_ranks_stay_within_their_share():
+    for shape in SHAPES.values():
+        ranks = default_ranks(shape)
+        parameters = sum(r * (shape.hidden + n) for r, n in zip(ranks.values(), (shape.ffn, shape.heads), strict=True))
+        assert parameters <= 0.06 * shape.block_parameters and max(ranks.values()) <= 256
+    assert default_ranks(SHAPES["opt-30b"])["mlp"] == 256
+
+
+def test_active_share(device):
+    model = random_model(parse_shape(TINY), torch.float32, on(device), active_share=0.2)
+    layer = model.model.decoder.layers[0]
+    x = torch.nn.functional.layer_norm(torch.randn(1000, 64, device=device), (64,))
+    assert (layer.fc1(x) > 0).float().mean().item() == pytest.approx(0.2, abs=0.03)
+
+
+# The program
+
+
+def test_decode(tmp_path, capsys, device):
+    names = ["deepspeed-kernels", "hf-eager", "deepspeed", "dense", "sparse"]
+    results = run(
+        tmp_path,
+        *["decode", "--shape", TINY, "--dtype", "fp32", "--steps", "4", "--contexts", "16", "32"],
+        *["--generate-tokens", "4", "--systems", *names, "--plot", str(tmp_path / "latency.png")],
+    )
+    rows = results["rows"]
+    assert [tuple(row)[: len(KEYS)] for row in rows] == [KEYS] * 10
+    assert [(row["system"], row["context"]) for row in rows] == [
+        (system, context)
+        for system in ("deepspeed", "hf-eager", "deepspeed", "dense", "sparse")
+        for context in (16, 32)
+    ]
+    for row in rows:
+        assert (row["benchmark"], row["shape"], row["tp"], row["batch"]) == ("decode", TINY, 1, 1)
+        assert (row["dtype"], row["quantize"]) == ("float32", None)
+        if row["ms_median"] is None:
+            assert row["variant"] == "kernel injection" and row["error"]
+            continue
+        assert row["ms_p20"] <= row["ms_median"] <= row["ms_p80"] and row["steps"] == 4
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms_median"])
+        assert row["gb_per_s"] == pytest.approx(row["step_bytes"] / row["ms_median"] / 1e6)
+        assert row["share_of_limit"] == pytest.approx(row["gb_per_s"] / 20)
+        assert row["peak_bytes"] > 0 and "generate_ms_per_token" in row
+        sparse = row["system"] == "sparse"
+        assert row["mlp_density"] == (pytest.approx(0.15, rel=0.05) if sparse else 1.0)
+        assert row["head_density"] == (pytest.approx(0.5, abs=0.1) if sparse else 1.0)
+    assert set(results["conditions"]) == {"gpu", "driver", "versions", "command", "commit"}
+    assert {"torch", "transformers", "deepspeed"} <= set(results["conditions"]["versions"])
+    assert "launch/benchmark.py decode --shape" in results["conditions"]["command"]
+    assert str(tmp_path) not in results["conditions"]["command"]
+    shown = capsys.readouterr().out
+    assert "over sparse" in shown and "hf-eager" in shown
+    if device == "cpu":
+        assert "kernel injection), batch 1, context 16: failed: NotImplementedError" in shown
+    with Image.open(tmp_path / "latency.png") as picture:
+        assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
+
+
+def test_batch(tmp_path):
+    arguments = ["batch", "--shape", TINY, "--dtype", "fp32", *QUICK, "--batch-sizes", "1", "3", "--mlp-density", ".1"]
+    rows = run(tmp_path, *arguments, "--systems", "dense", "sparse")["rows"]
+    sparse = [row for row in rows if row["system"] == "sparse"]
+    assert [row["batch"] for row in sparse] == [1, 3]
+    for row in sparse:
+        assert row["mlp_density"] == pytest.approx(1 - 0.9 ** row["batch"], rel=0.05)
+        assert row["head_density"] == 1.0 and row["asked_mlp_density"] == 0.1
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["ms_median"])
+
+
+def test_a_model_with_its_own_predictors(tmp_path):
+    model = str(bundled_model())
+    arguments = ["--model", model, "--predictors", f"{model}/predictors", "--mlp-density", ".2", "--head-density", "1"]
+    (row,) = run(tmp_path, "decode", *arguments, *QUICK, "--systems", "sparse")["rows"]
+    assert (row["shape"], row["weights"]) == ("opt-7m", "checkpoint")
+    assert 0 < row["mlp_density"] < 0.7 and row["head_density"] == 1.0
+
+
+def test_kernels(tmp_path):
+    rows = run(tmp_path, "kernels", "--shape", TINY, f"{TINY}/2", "--dtype", "fp32", "--steps", "2")["rows"]
+    assert all(tuple(row)[: len(KEYS)] == KEYS for row in rows)
+    pairs = {"gather_up_proj", "gather_down_proj", "sparse_mlp", "qkv", "out_proj", "decode_attention", "select"}
+    for tp in (1, 2):
+        of_rank = [row for row in rows if row["tp"] == tp]
+        assert {row["kernel"] for row in of_rank if row["system"] == "dense"} == pairs
+        assert {row["kernel"] for row in of_rank if row["system"] == "sparse"} == pairs | {"recover_kv"}
+        (up,) = (row for row in of_rank if (row["kernel"], row["system"]) == ("gather_up_proj", "sparse"))
+        kept = round(0.15 * 256 / tp)
+        assert up["read_bytes"] == kept * (64 + 1) * 4 and up["sizes"] == f"64x{256 // tp}"
+        assert up["mlp_density"] == kept / (256 / tp)
+        (dense,) = (row for row in of_rank if (row["kernel"], row["system"]) == ("qkv", "dense"))
+        assert dense["read_bytes"] == 3 * 64 // tp * (64 + 1) * 4
+
+
+def test_a_peer_that_fails_is_a_row(tmp_path, capsys, monkeypatch):
+    def fail(self, tokens):
+        raise RuntimeError("no kernel\nfor this device")
+
+    monkeypatch.setattr(systems.HFEager, "step", fail)
+    rows = run(tmp_path, "decode", "--shape", TINY, *QUICK, "--systems", "hf-eager", "dense")["rows"]
+    failed, dense = rows
+    assert failed["ms_median"] is None and failed["error"] == "RuntimeError: no kernel for this device"
+    assert dense["ms_median"] > 0 and "error" not in dense
+    assert "failed: RuntimeError: no kernel for this device" in capsys.readouterr().out
+    monkeypatch.setattr(decode, "_ours", fail)
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "decode", "--shape", TINY, *QUICK, "--systems", "dense")
+    assert "dense failed: RuntimeError: no kernel" in capsys.readouterr().err
+    assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["ms_median"] is None
+
+
+def test_ratios_compare_like_with_like():
+    rows = [
+        make_row(system=system, context=context, batch=1, tp=1, ms_median=ms)
+        for system, context, ms in (("sparse", 1, 2.0), ("dense", 1, 5.0), ("hf-eager", 1, 9.0), ("dense", 2, 7.0))
+    ]
+    assert ratios(rows[2], rows) == (4.5, 1.8)
+    assert ratios(rows[3], rows) == (None, 1.0)
+
+
+def test_commands_carry_no_folders():
+    given = ["--local_rank=0", "tp", "--shape", "opt-30b", "--out", "/somewhere/of/mine/x.json"]
+    assert command_line("launch/benchmark.py", given) == "launch/benchmark.py tp --shape opt-30b --out x.json"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="a rank needs a GPU of its own")
+def test_two_ranks(tmp_path):
+    """A plain call starts the launcher by itself; every rank makes its own shard."""
+    out = tmp_path / "tp.json"
+    program = os.path.join(os.path.dirname(os.path.dirname(__file__)), "launch", "benchmark.py")
+    env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, program, "tp", "--num-gpus", "2", "--shape", TINY, "--dtype", "fp32", *QUICK]
+    done = subprocess.run([*command, "--out", str(out)], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["system"] for row in rows if "kernel" not in row] == ["deepspeed", "dense", "sparse"]
+    (reduce,) = (row for row in rows if "kernel" in row)
+    assert reduce["kernel"] == "all_reduce" and reduce["read_bytes"] == 64 * 4
+    for row in rows:
+        assert row["tp"] == 2 and row["ms_median"] > 0
+    sparse = rows[-1]
+    assert sparse["mlp_density"] == pytest.approx(0.15, rel=0.1)
+    assert sparse["head_density"] == pytest.approx(0.5, abs=0.1)
+    asked = {"mlp_density": sparse["mlp_density"], "head_density": sparse["head_density"]}
+    ranks = {"mlp": sparse["mlp_rank"], "heads": sparse["heads_rank"]}
+    expected = step_bytes(parse_shape(TINY), 4, tp=2, context=16, ranks=ranks, active_share=0.5, **asked)
+    assert sparse["step_bytes"] == expected
+
+
+def refused(capsys, arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main(arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["decode", "--shape", "opt-31b"], "unknown shape 'opt-31b'; known are opt-125m, .*opt-175b"),
+        (["decode", "--shape", "hidden=64,ffn=256,heads=4"], "lacks layers"),
+        (["decode", "--shape", "hidden=64,ffn=x,heads=4,layers=1"], "'ffn=x'"),
+        (["decode", "--shape", "hidden=65,ffn=256,heads=4,layers=1"], "65 does not divide by 4"),
+        (["decode"], "one of the arguments --shape --model is required"),
+        (["decode", "--model", "no/such-folder"], "no model at 'no/such-folder'"),
+        (["decode", "--shape", TINY, "--mlp-density", "1.5"], r"must be in \(0, 1\], got 1.5"),
+        (["decode", "--shape", TINY, "--head-density", "0"], r"must be in \(0, 1\], got 0"),
+        (["decode", "--shape", TINY, "--active-share", "1"], "must be between 0 and 1"),
+        (["decode", "--shape", TINY, "--contexts", "4000"], "context 4000 is beyond the 128 positions"),
+        (["decode", "--shape", TINY, "--contexts", "126"], "positions 1..128"),
+        (["decode", "--shape", TINY, "--contexts", "64", "--steps", "200"], "ask for fewer --steps"),
+        (["kernels", "--shape", TINY, "--contexts", "4000"], "context 4000 is beyond"),
+        (["kernels", "--shape", "opt-66b/5"], "72 heads .* do not divide by 5"),
+        (["decode", "--shape", TINY, "--predictors", "x"], "--predictors belong to a --model"),
+        (["decode", "--shape", TINY, "--batch-sizes", "0"], "must be at least 1"),
+        (["decode", "--shape", TINY, "--systems", "vllm"], "invalid choice: 'vllm'"),
+    ],
+)
+def test_bad_input(capsys, arguments, message):
+    refused(capsys, arguments, message)

@@ -20,7 +20,8 @@ from dejavu_ds.taps import UNITS, tap_of
 MAX_PARAMETERS = 0.06
 MAX_RANK = 256
 _CLOSE = 0.004
-_PASSES = 6
+_PASSES = 8
+_DAMPING = 0.7
 
 
 def default_ranks(shape: Shape) -> dict[str, int]:
@@ -132,8 +133,8 @@ def _attach(engine, predictors: PredictorSet, densities: dict[str, float], rows:
 
 
 def _corrected(asked: list[float], realised: list[float], density: float) -> list[float]:
-    """What to ask of each layer next; at most a factor of 2 at a time, since few heads move in large steps."""
+    """What to ask of each layer next; damped, since few heads move in large steps and would swing to and fro."""
     if density >= 1:
         return asked
-    factors = [min(2.0, max(0.5, density / max(got, 1e-9))) for got in realised]
+    factors = [min(2.0, max(0.5, density / max(got, 1e-9))) ** _DAMPING for got in realised]
     return [min(0.999, max(1e-4, ask * factor)) for ask, factor in zip(asked, factors, strict=True)]

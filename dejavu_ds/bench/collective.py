@@ -4,33 +4,33 @@ from typing import Any
 
 import torch
 
-from dejavu_ds.bench.decode import Plan
 from dejavu_ds.bench.results import make_row
-from dejavu_ds.bench.timing import spread, time_rotated
+from dejavu_ds.bench.source import Source
+from dejavu_ds.bench.timing import peak_bytes, spread, time_rotated
 
 _CALLS = 64
 
 
-def all_reduce_rows(plan: Plan, repeats: int) -> list[dict[str, Any]]:
-    """A row for each batch size, through the engine's own collective; nothing to measure on one rank.
+def all_reduce_rows(source: Source, benchmark: str, batches: list[int], repeats: int) -> list[dict[str, Any]]:
+    """A row for each batch size, through the engine's own collective. Call on every rank.
 
-    Call on every rank. On a GPU the calls are replayed in a CUDA graph, as in a step.
+    On a GPU the calls are replayed in a CUDA graph, as in a step.
     """
-    source = plan.source
-    if source.tp == 1:
-        return []
     tp, rows = source.engine().tp, []
-    for batch in sorted({load.batch for load in plan.loads}):
+    for batch in batches:
         x = torch.zeros(batch, source.shape.hidden, dtype=source.dtype, device=source.device)
+        times = time_rotated([lambda x=x: tp.all_reduce(x)] * _CALLS, repeats, source.device)
         row = make_row(
-            benchmark=plan.benchmark,
+            benchmark=benchmark,
             shape=source.shape.name,
             system="dense",
             tp=source.tp,
             batch=batch,
             dtype=str(source.dtype).removeprefix("torch."),
+            **spread(times),
+            peak_bytes=peak_bytes(source.device),
             kernel="all_reduce",
             read_bytes=x.nbytes,
         )
-        rows.append(row | spread(time_rotated([lambda x=x: tp.all_reduce(x)] * _CALLS, repeats, source.device)))
+        rows.append(row)
     return rows

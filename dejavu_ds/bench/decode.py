@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dejavu_ds import SparsityConfig
+from dejavu_ds.bench.collective import all_reduce_rows
 from dejavu_ds.bench.random_predictors import attach_calibrated, random_predictors, union_density
 from dejavu_ds.bench.results import make_row
 from dejavu_ds.bench.source import Source
@@ -15,10 +16,10 @@ from dejavu_ds.bench.systems import DeepSpeed, HFCompiled, HFEager, Ours, System
 from dejavu_ds.bench.timing import peak_bytes, reset_peak, spread, synchronize, time_calls, time_steps
 from dejavu_ds.bench.traffic import cache_bytes, check_memory, step_bytes
 
-# The order in which one Hugging Face model can serve all: kernel injection spoils a model of its own, our engine takes
-# the shared one over.
-ORDER = ("deepspeed-kernels", "hf-eager", "hf-compiled", "deepspeed", "bitsandbytes", "dense", "sparse")
-IN_ONE_PROCESS = ("deepspeed-kernels", "hf-eager", "hf-compiled", "bitsandbytes")
+# The order in which one Hugging Face model can serve all: our engine takes it over, and kernel injection, which leaves
+# DeepSpeed in a state of its own where it fails, comes last with another model.
+ORDER = ("hf-eager", "hf-compiled", "deepspeed", "dense", "sparse", "deepspeed-kernels")
+IN_ONE_PROCESS = ("hf-eager", "hf-compiled", "deepspeed-kernels")
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,18 @@ class Plan:
 
 
 def run_plan(plan: Plan) -> list[dict[str, Any]]:
-    """Rows of all systems; each is gone from memory before the next begins, but for the weights they share."""
-    rows = []
+    """Rows of all systems; each is gone from memory before the next begins, but for the weights they share.
+
+    Over several ranks a row of the engine's all-reduce, for each batch size, comes after them.
+    """
+    rows, source = [], plan.source
     try:
         for name in ORDER:
             if name in plan.systems:
                 rows += _rows(plan, name)
+        if source.tp > 1 and {"dense", "sparse"} & set(plan.systems):
+            batches = sorted({load.batch for load in plan.loads})
+            rows += all_reduce_rows(source, plan.benchmark, batches, len(plan.loads[0].tokens))
     finally:
         plan.source.close()
     return rows
@@ -116,6 +123,8 @@ def _rows(plan: Plan, name: str) -> list[dict[str, Any]]:
             except Exception as problem:
                 error = _one_line(problem)
                 rows.append(_describe(plan, name, load) | {"variant": system.variant, "error": error})
+        if system is not None:
+            system.close()
         del system
         _free(plan.source.device)
         if any(row["ms_median"] is not None for row in rows):
@@ -124,7 +133,7 @@ def _rows(plan: Plan, name: str) -> list[dict[str, Any]]:
 
 
 def _ways(plan: Plan, name: str) -> Iterator[Callable[[], System]]:
-    """How a system may be built, the best first."""
+    """How a system may be built, the best first. A new system is a class in `systems` and a case here."""
     source = plan.source
     if name == "hf-eager":
         yield lambda: HFEager(source.model())
@@ -135,8 +144,6 @@ def _ways(plan: Plan, name: str) -> Iterator[Callable[[], System]]:
         yield lambda: DeepSpeed(source.deepspeed())
     elif name == "deepspeed-kernels":
         yield lambda: _kernel_injection(source)
-    elif name == "bitsandbytes":
-        yield _bitsandbytes
     else:
         yield lambda: _ours(plan, name)
 
@@ -144,11 +151,8 @@ def _ways(plan: Plan, name: str) -> Iterator[Callable[[], System]]:
 def _kernel_injection(source: Source) -> DeepSpeed:
     if source.device.type != "cuda":
         raise NotImplementedError("DeepSpeed's own kernels are for CUDA")
+    source.close()
     return DeepSpeed(source.deepspeed(kernel_inject=True), kernel_inject=True)
-
-
-def _bitsandbytes() -> System:
-    raise NotImplementedError("Hugging Face with bitsandbytes' 4-bit linears is not part of this benchmark yet")
 
 
 def _ours(plan: Plan, name: str) -> Ours:

@@ -93,21 +93,22 @@ def ratios(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float | Non
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows, for reading, with their ratios; under it what failed and why."""
+    """The rows, for reading, with their ratios, steps and kernels apart; under them what failed and why."""
     from rich.console import Console
     from rich.table import Table
 
-    kernels = any("kernel" in row for row in rows)
-    columns = ["shape", "kernel" if kernels else "tp", "batch", "context", "system", "MLP", "heads"]
-    columns += ["us" if kernels else "ms", "20 % .. 80 %", "tokens/s", "GB/s", "of limit", "over sparse", "over dense"]
-    if kernels:
-        columns.remove("tokens/s")
-    table = Table(*columns)
-    for row in rows:
-        cells = _cells(row, rows, kernels)
-        table.add_row(*(cells[column] for column in columns))
+    # A pipe has no width of its own, and rich's default for it cuts the columns short.
     console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(table)
+    for kernels in (False, True):
+        shown = [row for row in rows if ("kernel" in row) == kernels]
+        columns = ["shape", "kernel" if kernels else "tp", "batch", "context", "system", "MLP", "heads"]
+        columns += ["us" if kernels else "ms", "20 % .. 80 %", *(() if kernels else ("tokens/s",)), "GB/s", "of limit"]
+        table = Table(*columns, "over sparse", "over dense")
+        for row in shown:
+            cells = _cells(row, rows, kernels)
+            table.add_row(*(cells[column.header] for column in table.columns))
+        if shown:
+            console.print(table)
     for row in rows:
         if row.get("error"):
             where = f"batch {row['batch']}, context {row['context']}"

@@ -33,6 +33,9 @@ class System:
         """The system's own greedy generation, end to end; None where it has none."""
         return None
 
+    def close(self) -> None:
+        """Let go of what dropping the object does not free."""
+
 
 class HFEager(System):
     """Hugging Face's model as it is, with the cache that its generate takes by default."""
@@ -83,12 +86,13 @@ class HFCompiled(System):
     name = "hf-compiled"
 
     def __init__(self, model, mode: str) -> None:
-        self.variant = f"static cache, torch.compile {mode}"
+        self.variant = mode
         self.model = model
-        torch.compiler.reset()
-        self._compiled = torch.compile(model.forward, mode=mode, dynamic=False)
 
     def start(self, prompt: torch.Tensor, capacity: int) -> None:
+        # Anew for every size: past a handful of them torch would silently stop compiling.
+        torch.compiler.reset()
+        self._compiled = torch.compile(self.model.forward, mode=self.variant, dynamic=False)
         batch, length = prompt.shape
         self._cache = StaticCache(config=self.model.config, max_cache_len=capacity)
         self._position = torch.full((batch, 1), length, device=prompt.device)
@@ -104,6 +108,11 @@ class HFCompiled(System):
         logits = self._run(self._compiled, tokens[:, None], self._mask, self._position)
         self._position += 1
         return logits
+
+    def close(self) -> None:
+        """The memory of the captured graphs."""
+        self._compiled = self._cache = None
+        torch.compiler.reset()
 
     def _run(self, forward: Callable, ids, mask, positions) -> torch.Tensor:
         output = forward(

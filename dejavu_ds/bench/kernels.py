@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from dejavu_ds.bench.results import make_row
 from dejavu_ds.bench.shapes import Shape
 from dejavu_ds.bench.timing import peak_bytes, reset_peak, spread, time_rotated
-from dejavu_ds.bench.traffic import check_memory
+from dejavu_ds.bench.traffic import check_memory, free_bytes
 from dejavu_ds.kernels.ops import ops_for
 
 _STD = 0.02
 _MAX_BUFFERS = 16
+# The L2 cache of an H200, in bytes; more than a CPU's share of its last one, as a rule.
+_CACHE = 50 * 2**20
 _RING = 128
 # Tokens that a head has missed when it is next selected: at density .5 one on average, if it were by chance.
 _MISSED = 1
@@ -67,14 +69,16 @@ class Layer:
         return idx, torch.full((1,), kept, dtype=torch.int32, device=self.device)
 
     def buffers(self, whole: int, read: int) -> int:
-        """How many buffers of `whole` bytes, of which a call reads `read`, overflow the L2 cache four times over."""
-        cache = 50 * 2**20
-        if self.device.type != "cuda":
-            return 2
-        cache = max(cache, torch.cuda.get_device_properties(self.device).L2_cache_size)
-        wanted = max(2, min(_MAX_BUFFERS, math.ceil(4 * cache / read)))
+        """How many buffers of `whole` bytes, of which a call reads `read`, overflow the cache four times over.
+
+        Two at least, 16 at most, no more than half of the free memory holds. Raises ValueError where two do not fit.
+        """
+        cache = _CACHE
+        if self.device.type == "cuda":
+            cache = max(cache, torch.cuda.get_device_properties(self.device).L2_cache_size)
         check_memory(2 * whole, self.device, f"two buffers of a layer of {self.shape.name}/{self.tp}")
-        return max(2, min(wanted, torch.cuda.mem_get_info(self.device)[0] // (2 * whole)))
+        fitting = free_bytes(self.device) // (2 * whole)
+        return max(2, min(_MAX_BUFFERS, fitting, math.ceil(4 * cache / read)))
 
 
 @dataclass(frozen=True)

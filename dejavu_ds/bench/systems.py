@@ -1,14 +1,17 @@
 """What is compared: one class a system, each stepping a model from token to logits in its own way."""
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, OPTForCausalLM, StaticCache
 
 from dejavu_ds import DejaVuEngine
 
+# The keyword's name changed among the versions of transformers 5.
+_CACHE = "cache" if "cache" in inspect.signature(OPTForCausalLM.forward).parameters else "past_key_values"
 NAMES = ("hf-eager", "hf-compiled", "deepspeed", "bitsandbytes", "dense", "sparse")
 
 
@@ -53,7 +56,7 @@ class HFEager(System):
         return self.forward(tokens[:, None])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{_CACHE: self.cache}).logits[:, -1]
 
     def generate(self, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
         return _greedy(self.model, prompt, new_tokens)
@@ -70,8 +73,7 @@ class DeepSpeed(HFEager):
         self._engine = engine
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        output = self._engine(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1]
+        return self._engine(input_ids=ids, use_cache=True, logits_to_keep=1, **{_CACHE: self.cache}).logits[:, -1]
 
     def generate(self, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
         return _greedy(self._engine, prompt, new_tokens)
@@ -119,9 +121,9 @@ class HFCompiled(System):
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{_CACHE: self._cache},
         )
         return output.logits[:, -1]
 

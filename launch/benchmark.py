@@ -156,7 +156,10 @@ def run_decode(args) -> None:
     if args.plot:
         check_matplotlib()
     plan = make_plan(args)
-    rows = run_plan(plan)
+    rows = []
+    for more in run_plan(plan):
+        rows += more
+        save(args, rows)
     if rank() == 0:
         report(args, rows)
     fail_if_ours_failed(rows)
@@ -255,21 +258,29 @@ def run_kernels(args) -> None:
                     shape, tp, batch, context, args.mlp_density, args.head_density, torch_dtype(args.dtype), device
                 )
                 rows += kernel_rows(layer, args.steps, limit, say)
+                save(args, rows)
     report(args, rows)
 
 
+def save(args, rows: list[dict]) -> None:
+    """The file, after every system: a run that is cut short leaves what it has."""
+    from dejavu_ds.bench.results import command_line, conditions, write_results
+
+    if args.out and rank() == 0:
+        found = conditions(command_line("launch/benchmark.py", args.argv), args.commit)
+        write_results(args.out, {"conditions": found, "rows": rows})
+
+
 def report(args, rows: list[dict]) -> None:
-    """Table, file and plot."""
+    """Table and plot."""
     from dejavu_ds.bench.plot import draw
-    from dejavu_ds.bench.results import command_line, conditions, print_table, write_results
+    from dejavu_ds.bench.results import device_name, print_table
 
     print_table(rows)
-    found = conditions(command_line("launch/benchmark.py", args.argv), args.commit)
-    if args.out:
-        write_results(args.out, {"conditions": found, "rows": rows})
     if getattr(args, "plot", None):
         steps = [row for row in rows if "kernel" not in row]
-        draw(steps, args.plot, f"{steps[0]['shape']}, {steps[0]['dtype']}, {world_size()} x {found['gpu']}")
+        place = device_name().removeprefix("none; ")
+        draw(steps, args.plot, f"{steps[0]['shape']}, {steps[0]['dtype']}, {world_size()} x {place}")
 
 
 def fail_if_ours_failed(rows: list[dict]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dejavu_ds.bench.results import make_row
+from dejavu_ds.bench.results import make_row, one_line
 from dejavu_ds.bench.source import Source
 from dejavu_ds.bench.timing import peak_bytes, spread, time_rotated
 
@@ -19,7 +19,6 @@ def all_reduce_rows(source: Source, benchmark: str, batches: list[int], repeats:
     tp, rows = source.engine().tp, []
     for batch in batches:
         x = torch.zeros(batch, source.shape.hidden, dtype=source.dtype, device=source.device)
-        times = time_rotated([lambda x=x: tp.all_reduce(x)] * _CALLS, repeats, source.device)
         row = make_row(
             benchmark=benchmark,
             shape=source.shape.name,
@@ -27,10 +26,13 @@ def all_reduce_rows(source: Source, benchmark: str, batches: list[int], repeats:
             tp=source.tp,
             batch=batch,
             dtype=str(source.dtype).removeprefix("torch."),
-            **spread(times),
-            peak_bytes=peak_bytes(source.device),
             kernel="all_reduce",
             read_bytes=x.nbytes,
         )
+        try:
+            row |= spread(time_rotated([lambda x=x: tp.all_reduce(x)] * _CALLS, repeats, source.device))
+            row["peak_bytes"] = peak_bytes(source.device)
+        except Exception as problem:
+            row["error"] = one_line(problem)
         rows.append(row)
     return rows

@@ -10,7 +10,7 @@ import torch
 from dejavu_ds import SparsityConfig
 from dejavu_ds.bench.collective import all_reduce_rows
 from dejavu_ds.bench.random_predictors import attach_calibrated, random_predictors, union_density
-from dejavu_ds.bench.results import make_row
+from dejavu_ds.bench.results import make_row, one_line
 from dejavu_ds.bench.source import Source
 from dejavu_ds.bench.systems import DeepSpeed, HFCompiled, HFEager, Ours, System, compile_modes
 from dejavu_ds.bench.timing import peak_bytes, reset_peak, spread, synchronize, time_calls, time_steps
@@ -88,22 +88,21 @@ class Plan:
     progress: Callable[[str], None] = field(default=print)
 
 
-def run_plan(plan: Plan) -> list[dict[str, Any]]:
-    """Rows of all systems; each is gone from memory before the next begins, but for the weights they share.
+def run_plan(plan: Plan) -> Iterator[list[dict[str, Any]]]:
+    """Rows, system by system; each is gone from memory before the next begins, but for the weights they share.
 
-    Over several ranks a row of the engine's all-reduce, for each batch size, comes after them.
+    Over several ranks rows of the engine's all-reduce, one a batch size, come after them.
     """
-    rows, source = [], plan.source
+    source = plan.source
     try:
         for name in ORDER:
             if name in plan.systems:
-                rows += _rows(plan, name)
+                yield _rows(plan, name)
         if source.tp > 1 and {"dense", "sparse"} & set(plan.systems):
             batches = sorted({load.batch for load in plan.loads})
-            rows += all_reduce_rows(source, plan.benchmark, batches, len(plan.loads[0].tokens))
+            yield all_reduce_rows(source, plan.benchmark, batches, len(plan.loads[0].tokens))
     finally:
         plan.source.close()
-    return rows
 
 
 def _rows(plan: Plan, name: str) -> list[dict[str, Any]]:
@@ -115,13 +114,13 @@ def _rows(plan: Plan, name: str) -> list[dict[str, Any]]:
         try:
             system = build()
         except Exception as problem:
-            error = _one_line(problem)
+            error = one_line(problem)
         for load in plan.loads if system is not None else ():
             plan.progress(f"{name}, batch {load.batch}, context {load.context}")
             try:
                 rows.append(_describe(plan, name, load) | _measure(plan, system, load))
             except Exception as problem:
-                error = _one_line(problem)
+                error = one_line(problem)
                 rows.append(_describe(plan, name, load) | {"variant": system.variant, "error": error})
         if system is not None:
             system.close()
@@ -299,11 +298,6 @@ def _describe(plan: Plan, name: str, load: Load) -> dict[str, Any]:
     if source.checkpoint is None:
         row["active_share"] = source.active_share
     return row
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 def _free(device: torch.device) -> None:

@@ -39,15 +39,27 @@ def draw(rows: list[dict[str, Any]], path: str | os.PathLike, title: str) -> Non
         places, heights = [x for x, _ in found], [row["ms_median"] for _, row in found]
         low = [row["ms_median"] - row["ms_p20"] for _, row in found]
         high = [row["ms_p80"] - row["ms_median"] for _, row in found]
-        bars = ax.bar(places, heights, width, yerr=(low, high), label=system, color=_COLORS[system], error_kw={"lw": 1})
+        bars = ax.bar(
+            places, heights, width, yerr=(low, high), label=_label(found), color=_COLORS[system], error_kw={"lw": 1}
+        )
         ax.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=2)
     ax.set_xticks(range(len(groups)), [str(group) for group in groups])
-    ax.set(xlabel="batch size" if axis == "batch" else "prompt length, tokens", ylabel="ms a step", title=title)
+    ax.set(xlabel="batch size" if axis == "batch" else "prompt length, tokens", ylabel="ms a step")
+    ax.set_title(title, fontsize=9, wrap=True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", alpha=0.3)
     ax.set_axisbelow(True)
     ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(systems))
     figure.savefig(path, dpi=150)
+
+
+def _label(bars: list[tuple[float, dict[str, Any]]]) -> str:
+    """The system's name; of the sparse one with what it keeps."""
+    rows = [row for _, row in bars]
+    if rows[0]["system"] != "sparse":
+        return rows[0]["system"]
+    mlp, heads = (sum(row[key] for row in rows) / len(rows) for key in ("mlp_density", "head_density"))
+    return f"sparse, MLP {mlp:.2f}, heads {heads:.2f}"
 
 
 def _fastest(rows: list[dict[str, Any]], system: str, axis: str, group: int) -> dict[str, Any] | None:

@@ -38,6 +38,12 @@ def make_row(**values: Any) -> dict[str, Any]:
     return {**{key: values.pop(key, None) for key in KEYS}, **values}
 
 
+def one_line(error: Exception) -> str:
+    """What a row says of what went wrong."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
 def conditions(command: str, commit: str | None = None) -> dict[str, Any]:
     """{gpu, driver, versions, command, commit}; on a CPU `gpu` names the processor and its cores.
 
@@ -51,18 +57,24 @@ def conditions(command: str, commit: str | None = None) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    gpu, driver = f"none; {_processor()}, {torch.get_num_threads()} thread(s)", None
+    driver = None
     if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name()
         versions["cuda"] = torch.version.cuda
         driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
     return {
-        "gpu": gpu,
+        "gpu": device_name(),
         "driver": driver,
         "versions": versions,
         "command": command,
         "commit": commit or _commit(),
     }
+
+
+def device_name() -> str:
+    """Of the GPU; without one, the processor and the threads used."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"none; {_processor()}, {torch.get_num_threads()} thread(s)"
 
 
 def command_line(program: str, arguments: Iterable[str]) -> str:

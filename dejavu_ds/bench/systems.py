@@ -1,17 +1,18 @@
 """What is compared: one class a system, each stepping a model from token to logits in its own way."""
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from transformers import DynamicCache, OPTForCausalLM, StaticCache
+from transformers import DynamicCache, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_ds import DejaVuEngine
+from dejavu_ds.generation import cache_field
 
 # The keyword's name changed among the versions of transformers 5.
-_CACHE = "cache" if "cache" in inspect.signature(OPTForCausalLM.forward).parameters else "past_key_values"
+_CACHE = cache_field(CausalLMOutputWithPast)
 NAMES = ("hf-eager", "hf-compiled", "deepspeed", "bitsandbytes", "dense", "sparse")
 
 

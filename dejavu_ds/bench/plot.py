@@ -49,7 +49,7 @@ def draw(rows: list[dict[str, Any]], path: str | os.PathLike, title: str) -> Non
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", alpha=0.3)
     ax.set_axisbelow(True)
-    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(systems))
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
     figure.savefig(path, dpi=150)
 
 

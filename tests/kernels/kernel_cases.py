@@ -254,28 +254,41 @@ def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
         assert_same_bits(untouched, case[name])
 
 
-def make_select(B, N, threshold, live, dtype, device):
-    logits = torch.randn(B, N).to(dtype)
-    where = torch.rand(B, N)
-    logits[where < 0.05] = NAN
-    logits[where > 0.95] = threshold  # not above it
+def make_predict(B, N, r, threshold, live, bias, dtype, device):
+    """Multiples of 1/4, small enough that a sum is the same in any order; some lie on the threshold itself."""
+    wide = torch.full((B, r + 5), NAN)
+    wide[:, 3 : 3 + r] = torch.randint(0, 3, (B, r)).float()
+    w2, b2 = torch.randint(-4, 5, (N, r)) / 4, torch.randint(-4, 5, (N,)) / 4
+    w2[torch.rand(N) < 0.05] = NAN
+    if live is not None:
+        wide[~torch.tensor(live)] = NAN
     return {
-        "logits": logits.to(device),
+        "z": wide.to(device, dtype)[:, 3 : 3 + r],
+        "w2": w2.to(device, dtype),
+        "b2": b2.to(device, dtype) if bias else None,
         "threshold": threshold,
         "live": None if live is None else torch.tensor(live, device=device),
         "idx_out": torch.full((N,), -1, dtype=torch.int32, device=device),
         "count_out": torch.full((1,), -1, dtype=torch.int32, device=device),
         "mask_out": torch.ones(N, dtype=torch.bool, device=device),
+        "kept_total": torch.full((1,), 2**40, device=device),
+        "tickets": torch.zeros(2, dtype=torch.int32, device=device),
     }
 
 
-def check_select(op: Callable, case: dict) -> None:
-    logits = case["logits"].double().tolist()
+def check_predict(op: Callable, case: dict) -> None:
+    logits = case["z"].double() @ case["w2"].double().T
+    if case["b2"] is not None:
+        logits += case["b2"].double()
+    logits = logits.tolist()
     live = [True] * len(logits) if case["live"] is None else case["live"].tolist()
     rows = [row for row, alive in zip(logits, live, strict=True) if alive]
-    kept = [n for n in range(case["logits"].shape[1]) if any(row[n] > case["threshold"] for row in rows)]
-    for _ in range(2):
-        assert op(**case) is None
+    kept = [n for n in range(case["w2"].shape[0]) if any(row[n] > case["threshold"] for row in rows)]
+    for changed in ({}, {"tickets": None}, {"kept_total": None}):
+        before = case["kept_total"].item()
+        assert op(**(case | changed)) is None
         assert case["count_out"].item() == len(kept)
         assert case["idx_out"][: len(kept)].tolist() == kept
         assert case["mask_out"].nonzero().flatten().tolist() == kept
+        assert case["kept_total"].item() - before == (0 if "kept_total" in changed else len(kept))
+        assert not case["tickets"].any()

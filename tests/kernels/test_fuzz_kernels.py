@@ -6,7 +6,7 @@ import kernel_cases as cases
 import pytest
 import torch
 
-from dejavu_ds.kernels import decode_attention, gather_down_proj
+from dejavu_ds.kernels import decode_attention, gather_down_proj, predict_select
 from dejavu_ds.kernels.ops import TRITON
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -20,11 +20,12 @@ WIDTHS = (5, 33, 64)
 HEAD_DIMS = (5, 20, 33)
 
 
-def fuzz_select(rng, dtype, device):
-    B, N = rng.choice(BATCHES), rng.randint(1, 1500)
+def fuzz_predict(rng, dtype, device):
+    B, N, r = rng.choice(BATCHES), rng.randint(1, 300), rng.choice((16, *WIDTHS))
     live = rng.choice([None, [rng.random() < 0.5 for _ in range(B)]])
-    threshold = rng.randint(-8, 12) / 4
-    cases.check_select(TRITON.select, cases.make_select(B, N, threshold, live, dtype, device))
+    threshold = rng.randint(-8, 40) / 4
+    case = cases.make_predict(B, N, r, threshold, live, rng.random() < 0.5, dtype, device)
+    cases.check_predict(TRITON.predict_select, case)
 
 
 def fuzz_up(rng, dtype, device):
@@ -70,7 +71,7 @@ def run_case(seed: int, device: str) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = rng.choice(list(cases.DTYPES.values()))
-    rng.choice([fuzz_select, fuzz_up, fuzz_down, fuzz_attention, fuzz_recover])(rng, dtype, device)
+    rng.choice([fuzz_predict, fuzz_up, fuzz_down, fuzz_attention, fuzz_recover])(rng, dtype, device)
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +81,8 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(decode_attention, "_ONE_SHARE_KEYS", 20)
     monkeypatch.setattr(decode_attention, "_BLOCK_T", {2: 16, 4: 16})
     monkeypatch.setattr(decode_attention, "_MAX_SHARES", 4)
+    monkeypatch.setattr(predict_select, "_BLOCK_N", 16)
+    monkeypatch.setattr(predict_select, "_BLOCK_LIST", 64)
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))

@@ -82,7 +82,7 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(decode_attention, "_BLOCK_T", {2: 16, 4: 16})
     monkeypatch.setattr(decode_attention, "_MAX_SHARES", 4)
     monkeypatch.setattr(predict_select, "_BLOCK_N", 16)
-    monkeypatch.setattr(predict_select, "_BLOCK_LIST", 64)
+    monkeypatch.setattr(predict_select, "_LIST_BLOCKS", 4)
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))

@@ -40,7 +40,7 @@ def test_keeps_the_units_above_the_threshold(op, B, N, r, threshold, live, bias,
 
 def test_lists_units_over_many_steps(op, device, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK_N", 16)
-    monkeypatch.setattr(module, "_BLOCK_LIST", 32)
+    monkeypatch.setattr(module, "_LIST_BLOCKS", 2)
     torch.manual_seed(0)
     check_predict(op, make_predict(3, 333, 20, 1.0, [True, True, False], True, torch.float16, device))
 

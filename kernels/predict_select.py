@@ -5,10 +5,11 @@ kept is the union over the rows that still generate. A calibrated threshold inst
 independent of the other units, hence of how they are spread over ranks, and costs one comparison (contextual
 sparsity: Deja Vu, Liu et al. 2023, arXiv:2310.17157).
 
-One launch. A program computes the logits of a block of units and stores which are kept, a byte each; the program that
-finishes last reads these bytes and writes the ascending list. Where a unit stands in the list is known only after the
-slowest block, and then a list of 30,000 units, 30 KB in the L2 cache, is a few steps of one program: less than a second
-launch, or than programs that wait for one another.
+One launch. A program computes the logits of a block of units and stores how many it keeps and, a byte each, the places
+of the kept ones among them; the program that finishes last adds up the counts and writes the ascending list. Where a
+unit stands in the list is known only after the slowest block, so nothing could be written earlier, and what is left to
+do then is little: for 30,000 units seven steps of one program on 30 KB in the L2 cache, each a prefix sum of 64 counts
+and one store a kept unit. The prefix sums over the units, the longer part, have been made in all programs at once.
 
 A logit is a sum over r in fp32, never rounded to 16 bit, in an order that follows from r and from whether B is 1, not
 from N: a unit's logit has the same bits on every rank and at every tensor-parallel size.
@@ -64,16 +65,15 @@ def predict_select_ref(
 
 # 64 rows of 256 columns are 32 KB of 16-bit weights in flight, 8 loads of 16 bytes a thread. Guesses, as are the
 # constants below; they want measuring.
-_BLOCK_N = 64
+_BLOCK_N = 64  # at most 128: a place in a block is stored in a byte
 _BLOCK_R = 256
 _WARPS = 8
 # Several rows of z are multiplied by tensor cores, in tiles of 16 rows, with narrower tiles in a pipeline.
 _DOT_ROWS = 16
 _DOT_BLOCK_R = 128
 _DOT_STAGES = 3
-# Units that the last program lists in one step, a multiple of _BLOCK_N. Every program holds the registers for it: with
-# 16 units a thread two programs still fit on a multiprocessor.
-_BLOCK_LIST = 4096
+# Blocks of _BLOCK_N units that the last program lists in one step. Every program holds the registers for it.
+_LIST_BLOCKS = 64
 
 
 @triton.jit
@@ -116,19 +116,33 @@ def _logits_of_many(
 
 
 @triton.jit
-def _list_kept(kept_ptr, idx_ptr, count_ptr, total_ptr, N, BLOCK: tl.constexpr):
-    """Write the list and the count from one byte a unit; `kept_ptr` may be read up to the next multiple of BLOCK."""
+def _stored(counts_ptr, places_ptr, block, blocks, BLOCK_N: tl.constexpr):
+    """What other programs have stored of the blocks [n]: counts [n], places [n, BLOCK_N]; 0 from `blocks` on."""
+    exists = block < blocks
+    counts = tl.load(counts_ptr + block, mask=exists, other=0, cache_modifier=".cg")
+    units = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    return counts, tl.load(places_ptr + units, mask=exists[:, None], other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _list_kept(
+    counts_ptr, places_ptr, idx_ptr, count_ptr, total_ptr, blocks,
+    BLOCK_N: tl.constexpr,
+    LIST_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write the list and its length, and add that to the total."""
     base = 0
-    # No mask, which would take the bytes one at a time; the next step's are on their way while one is worked on.
-    flags = tl.load(kept_ptr + tl.arange(0, BLOCK), cache_modifier=".cg")
-    for start in range(0, N, BLOCK):
-        offs_n = start + tl.arange(0, BLOCK)
-        kept = ((flags != 0) & (offs_n < N)).to(tl.int32)
-        after = tl.minimum(start + BLOCK, (N - 1) // BLOCK * BLOCK)
-        flags = tl.load(kept_ptr + after + tl.arange(0, BLOCK), cache_modifier=".cg")
-        slot = base + tl.cumsum(kept, axis=0) - 1
-        tl.store(idx_ptr + slot, offs_n, mask=kept != 0)
-        base += tl.sum(kept, axis=0)
+    block = tl.arange(0, LIST_BLOCKS)
+    counts, places = _stored(counts_ptr, places_ptr, block, blocks, BLOCK_N)
+    for _ in range(0, blocks, LIST_BLOCKS):
+        # The next step's are on their way while one is worked on.
+        next_counts, next_places = _stored(counts_ptr, places_ptr, block + LIST_BLOCKS, blocks, BLOCK_N)
+        before = base + tl.cumsum(counts, axis=0) - counts
+        units = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(idx_ptr + before[:, None] + places.to(tl.int32) - 1, units, mask=places != 0)
+        base += tl.sum(counts, axis=0)
+        block += LIST_BLOCKS
+        counts, places = next_counts, next_places
     tl.store(count_ptr, base)
     if total_ptr is not None:
         tl.store(total_ptr, tl.load(total_ptr) + base)
@@ -137,14 +151,14 @@ def _list_kept(kept_ptr, idx_ptr, count_ptr, total_ptr, N, BLOCK: tl.constexpr):
 # The rank is a size of the model; N must not decide how a program is compiled, nor may the batch compile anew.
 @triton.jit(do_not_specialize=["B", "N"])
 def _predict_select_kernel(
-    z_ptr, w_ptr, b_ptr, live_ptr, idx_ptr, count_ptr, mask_ptr, total_ptr, kept_ptr, tickets_ptr,
+    z_ptr, w_ptr, b_ptr, live_ptr, idx_ptr, count_ptr, mask_ptr, total_ptr, counts_ptr, places_ptr, tickets_ptr,
     threshold, B, N, stride_z_b,
     R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
-    BLOCK_LIST: tl.constexpr,
+    LIST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -170,9 +184,11 @@ def _predict_select_kernel(
             logit = _logits_of_many(z_ptrs, w_ptrs, R, BLOCK_N, BLOCK_B, BLOCK_R, STAGES) + bias[:, None]
             kept = tl.maximum(kept, tl.max(tl.where(logit > threshold, live[None, :], 0), axis=1))
     tl.store(mask_ptr + offs_n, kept.to(tl.uint8), mask=mask_n)
-    tl.store(kept_ptr + offs_n, kept.to(tl.uint8))
+    kept = tl.where(mask_n, kept, 0)
+    tl.store(places_ptr + offs_n, (tl.cumsum(kept, axis=0) * kept).to(tl.uint8))  # from 1 on, 0 if not kept
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(kept, axis=0))
     if is_last(tickets_ptr, tl.num_programs(0)):
-        _list_kept(kept_ptr, idx_ptr, count_ptr, total_ptr, N, BLOCK_LIST)
+        _list_kept(counts_ptr, places_ptr, idx_ptr, count_ptr, total_ptr, tl.num_programs(0), BLOCK_N, LIST_BLOCKS)
 
 
 def _check(z, w2, b2, live, idx_out, count_out, mask_out, kept_total, tickets) -> None:
@@ -234,19 +250,20 @@ def predict_select(
     (B, R), N = z.shape, w2.shape[0]
     # The dot takes a multiple of 16 columns.
     block_r = max(16, min(_BLOCK_R if B == 1 else _DOT_BLOCK_R, triton.next_power_of_2(R)))
-    block_list = max(_BLOCK_N, min(_BLOCK_LIST, triton.next_power_of_2(N)))
-    kept = torch.empty(triton.cdiv(N, block_list) * block_list, device=z.device, dtype=torch.uint8)
+    blocks = triton.cdiv(N, _BLOCK_N)
+    counts = torch.empty(blocks, device=z.device, dtype=torch.int32)
+    places = torch.empty(blocks * _BLOCK_N, device=z.device, dtype=torch.uint8)
     if tickets is None:
         tickets = torch.zeros(1, device=z.device, dtype=torch.int32)
-    _predict_select_kernel[(triton.cdiv(N, _BLOCK_N),)](
+    _predict_select_kernel[(blocks,)](
         z, w2, b2, None if live is None else live.view(torch.uint8),
-        idx_out, count_out, mask_out.view(torch.uint8), kept_total, kept, tickets,
+        idx_out, count_out, mask_out.view(torch.uint8), kept_total, counts, places, tickets,
         float(threshold), B, N, z.stride(0),
         R=R,
         BLOCK_N=_BLOCK_N,
         BLOCK_B=1 if B == 1 else _DOT_ROWS,
         BLOCK_R=block_r,
         STAGES=_DOT_STAGES,
-        BLOCK_LIST=block_list,
+        LIST_BLOCKS=min(_LIST_BLOCKS, triton.next_power_of_2(blocks)),
         num_warps=_WARPS,
     )  # fmt: skip

@@ -9,10 +9,16 @@ from torch import nn
 from dejavu_ds.cache import DejaVuCache, LayerCache
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.injection_policies import BlockParts
+from dejavu_ds.kernels.add_norm import Norm
+from dejavu_ds.kernels.gather_down_proj import TICKETS
+from dejavu_ds.kernels.gather_qkv import Missed
 from dejavu_ds.kernels.ops import Ops
-from dejavu_ds.kernels.recover_kv import advance_watermark
 from dejavu_ds.mlp import frozen
 from dejavu_ds.selection import Selection, Selector
+
+# Missed tokens that the projection of a returning head makes up on the way, reading the head's rows anyway. Longer runs
+# want tensor cores.
+SHORT_RUN = 16
 
 Keep = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
@@ -26,8 +32,9 @@ class SparseAttention(nn.Module):
     The number of heads is read from the weights, so DeepSpeed may shard them as it likes, in whole heads.
     """
 
-    def __init__(self, parts: BlockParts, head_dim: int, ops: Ops, tp: TensorParallel) -> None:
+    def __init__(self, parts: BlockParts, layer_idx: int, head_dim: int, ops: Ops, tp: TensorParallel) -> None:
         super().__init__()
+        self._layer_idx = layer_idx
         self.head_dim = head_dim
         self.heads = parts.q.weight.shape[0] // head_dim
         projections = (parts.q, parts.k, parts.v)
@@ -44,7 +51,9 @@ class SparseAttention(nn.Module):
         self._scale = head_dim**-0.5
         self._ops = ops
         self._tp = tp
+        self._partial = torch.float32 if tp.size > 1 else None  # dtype of this rank's part of the output
         self._every_head = Selection.all_of(self.heads, self.qkv.device)
+        self._tickets = torch.zeros(TICKETS, dtype=torch.int32, device=self.qkv.device)
         self.recovered_total = torch.zeros(1, dtype=torch.int64, device=self.qkv.device)
         """Heads whose missing K/V were computed in decode steps since the last reset, summed over the steps."""
 
@@ -102,66 +111,82 @@ class SparseAttention(nn.Module):
         layer.v[:, :, start:stop] = v
         return self.attend(q, layer.k[:, :, :stop], layer.v[:, :, :stop], mask, keep)
 
-    def decode(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> torch.Tensor:
-        """One token a sequence, [B, D] -> [B, D]; fills the cache."""
+    def decode(
+        self, x: torch.Tensor, hidden: torch.Tensor, layer: LayerCache, cache: DejaVuCache, norm: Norm
+    ) -> torch.Tensor:
+        """One token a sequence; fills the cache.
+
+        Args:
+            x: [B, D], the normalised input, which is in the ring of kept inputs already.
+            hidden: [B, D], the residual stream; the result is added in place.
+            norm: of the MLP.
+
+        Returns:
+            [B, D], the MLP's normalised input.
+        """
         selection = self._selection(x, layer, cache)
-        if self.selector is None or self.masked:
-            o = self._attention(self._qkv_dense(x), layer, cache, self._every_head)
-            if self.masked:
-                o = o * selection.mask[:, None]
-            return self._finish(o.flatten(1) @ self.out)
-        missing = cache.position - layer.watermark
-        self.recovered_total += ((missing > 0) & (selection.mask | (missing >= layer.inputs.shape[1]))).sum()
-        self._recover(layer, cache, selection.mask)
-        advance_watermark(layer.watermark, selection.mask, cache.position, layer.inputs.shape[1])
-        layer.inputs.index_copy_(1, (cache.position % layer.inputs.shape[1]).long(), x[:, None])
-        idx, count, _ = selection
-        rows = 3 * self.head_dim
-        bias = None if self.qkv_bias is None else self.qkv_bias.flatten()
-        qkv = self._ops.gather_up_proj(x, self.qkv.flatten(0, 2), bias, idx, count, group=rows)
-        o = self._attention(qkv.view(x.shape[0], self.heads, 3, self.head_dim), layer, cache, selection)
-        y = self._ops.gather_down_proj(o.flatten(1), self.out, idx, count, group=self.head_dim)
-        return self._finish(y)
+        if self.masked:
+            o = self._attend_one(x, layer, cache, self._every_head) * selection.mask[:, None]
+            y = o.flatten(1) @ self.out
+        else:
+            o = self._attend_one(x, layer, cache, selection)
+            idx, count, _ = selection
+            y = self._ops.gather_down_proj(
+                o.flatten(1), self.out, idx, count, group=self.head_dim, out_dtype=self._partial, tickets=self._tickets
+            )
+        return self._ops.add_norm(self._tp.sum_partial(y), self.out_bias, hidden, norm)
+
+    def recover(self, cache: DejaVuCache) -> None:
+        """Compute the long runs of keys and values that the selected heads have missed, and those of heads idle for
+        the whole window. What it needs is known as soon as the heads are chosen, so it can run ahead of the block."""
+        layer = cache.layers[self._layer_idx]
+        self._recover(layer, cache, self.selector.selection.mask, longer_than=SHORT_RUN)
 
     def _selection(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> Selection:
         """The step's heads; for a selector that goes by true outputs every head is computed first, on a copy."""
         if self.selector is None:
             return self._every_head
         if self.selector.of_outputs:
-            self.selector.begin(self._every_output(x, layer, cache), cache.live)
+            self.selector.begin(self._every_output(x, layer, cache), cache)
         return self.selector.join()
 
     def _every_output(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> torch.Tensor:
         """What each head would give, [B, D] -> [B, H, head_dim]; the cache stays as it is."""
-        layer = LayerCache(*(None if t is None else t.clone() for t in vars(layer).values()))
+        layer = layer.copy()
         if layer.watermark is not None:
-            self._ops.recover_kv(
-                layer.inputs,
-                self.qkv,
-                self.qkv_bias,
-                self._every_head.mask,
-                layer.watermark,
-                cache.position,
-                layer.k,
-                layer.v,
-            )
-        return self._attention(self._qkv_dense(x), layer, cache, self._every_head)
+            self._recover(layer, cache, self._every_head.mask)
+            layer.watermark.copy_(cache.position)
+        return self._attend_one(x, layer, cache, self._every_head)
+
+    def _attend_one(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache, selection: Selection) -> torch.Tensor:
+        """Outputs of the selected heads for one token a sequence, [B, D] -> [B, H, head_dim]."""
+        idx, count, mask = selection
+        missed, moved = None, {}
+        if layer.watermark is not None:
+            missed = Missed(layer.inputs, layer.watermark, cache.position, layer.k, layer.v, SHORT_RUN)
+            moved = {
+                "mask": mask,
+                "watermark": layer.watermark,
+                "window": layer.window,
+                "recovered_total": self.recovered_total,
+            }
+        qkv = self._ops.gather_qkv(x, self.qkv, self.qkv_bias, idx, count, missed)
+        return self._ops.decode_attention(
+            qkv, layer.k, layer.v, idx, count, cache.position, cache.key_mask, self._scale,
+            tickets=self._tickets, **moved,
+        )  # fmt: skip
 
     def _qkv_dense(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., H, 3, head_dim]"""
         bias = None if self.qkv_bias is None else self.qkv_bias.flatten()
         return F.linear(x, self.qkv.flatten(0, 2), bias).unflatten(-1, (self.heads, 3, self.head_dim))
 
-    def _attention(self, qkv, layer: LayerCache, cache: DejaVuCache, selection: Selection) -> torch.Tensor:
-        return self._ops.decode_attention(
-            qkv, layer.k, layer.v, selection.idx, selection.count, cache.position, cache.key_mask, self._scale
-        )
-
-    def _recover(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor) -> None:
+    def _recover(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor, longer_than: int = 0) -> None:
         """Compute the K/V that the selected heads, and those idle for the whole window, have missed."""
         self._ops.recover_kv(
-            layer.inputs, self.qkv, self.qkv_bias, selected, layer.watermark, cache.position, layer.k, layer.v
-        )
+            layer.inputs, self.qkv, self.qkv_bias, selected, layer.watermark, cache.position, layer.k, layer.v,
+            window=layer.window, longer_than=longer_than,
+        )  # fmt: skip
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
         y = self._tp.all_reduce(y)

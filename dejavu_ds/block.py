@@ -10,9 +10,10 @@ from dejavu_ds.attention import Keep, SparseAttention
 from dejavu_ds.cache import DejaVuCache, LayerCache, LayerShape
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.injection_policies import Policy
+from dejavu_ds.kernels.add_norm import Norm
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.mlp import SparseMLP
-from dejavu_ds.selection import Selector, begin_all
+from dejavu_ds.selection import Listeners, Selector
 
 
 class SparseBlock(nn.Module):
@@ -39,15 +40,15 @@ class SparseBlock(nn.Module):
     def pack(self, ops: Ops, tp: TensorParallel) -> None:
         """Turn this rank's shards into the gather layout, the only copy from here on."""
         parts = self._policy.parts(self)
-        attention = SparseAttention(parts, self.head_dim, ops, tp)
+        attention = SparseAttention(parts, self.layer_idx, self.head_dim, ops, tp)
         mlp = SparseMLP(parts.fc1, parts.fc2, ops, tp)
         for name, _ in list(self.named_children()):
             delattr(self, name)
         self.attention_norm, self.attention = parts.attention_norm, attention
         self.mlp_norm, self.mlp = parts.mlp_norm, mlp
-        self.at_attention: list[Selector] = []
+        self.at_attention = Listeners()
         """Selectors, of this layer or the next, that listen to the attention's normalised input."""
-        self.at_mlp: list[Selector] = []
+        self.at_mlp = Listeners()
         """Selectors that listen to the MLP's normalised input."""
         self._window = 0
 
@@ -58,6 +59,8 @@ class SparseBlock(nn.Module):
         self.mlp.masked = masked and mlp is not None
         # Masked attention computes every head's K/V at every step, so it misses none.
         self._window = 0 if heads is None or masked else window
+        if heads is not None:
+            heads.after = self.attention.recover if self._window else None
 
     def cache_shape(self) -> LayerShape:
         """What this layer needs of a cache."""
@@ -75,23 +78,38 @@ class SparseBlock(nn.Module):
         x = self.attention_norm(hidden)
         keep_heads = keep_neurons = None
         if keep is not None:
-            keep.tap(self.at_attention, x)
+            keep.tap(self.at_attention.selectors, x)
             keep_heads = keep.of(self.attention.selector)
         hidden = hidden + self.attention.prefill(x, layer, cache, mask, keep_heads)
         x = self.mlp_norm(hidden)
         if keep is not None:
-            keep.tap(self.at_mlp, x)
+            keep.tap(self.at_mlp.selectors, x)
             keep_neurons = keep.of(self.mlp.selector)
         return hidden + self.mlp.prefill(x, keep_neurons)
 
-    def decode(self, hidden: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> torch.Tensor:
-        """[B, D] -> [B, D]"""
-        x = self.attention_norm(hidden)
-        begin_all(self.at_attention, x, cache.live)
-        hidden = hidden + self.attention.decode(x, layer, cache)
-        x = self.mlp_norm(hidden)
-        begin_all(self.at_mlp, x, cache.live)
-        return hidden + self.mlp.decode(x)
+    def decode(
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        layer: LayerCache,
+        cache: DejaVuCache,
+        norm: Norm | None,
+        ring: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One token a sequence.
+
+        Args:
+            hidden: [B, D], the residual stream, updated in place.
+            x: [B, D], its norm, this block's input.
+            norm, ring: of the next block's attention, or of the head; see `SparseMLP.decode`.
+
+        Returns:
+            [B, D], the next block's input.
+        """
+        self.at_attention.begin(x, cache)
+        x = self.attention.decode(x, hidden, layer, cache, Norm.of(self.mlp_norm))
+        self.at_mlp.begin(x, cache)
+        return self.mlp.decode(x, hidden, cache, norm, ring)
 
     def forward(
         self,

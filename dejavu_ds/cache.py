@@ -5,10 +5,10 @@ captured in a CUDA graph.
 
 Memory, per sequence and rank, in elements of the model's dtype:
     keys and values   2 * layers * heads_local * head_dim a token of capacity
-    kept inputs       recovery_window * hidden_size a layer whose heads are sparse, whatever the context
+    kept inputs       (recovery_window + 1) * hidden_size a layer whose heads are sparse, whatever the context
 The second line is what missing keys and values cost (Deja Vu, section 4.2): a head that is not selected stores no K/V;
 the normalised input of the attention is kept in a ring instead, and the head's K/V are computed from it when the head
-is next selected, or when its oldest input is about to be overwritten. What a head misses is always one contiguous run
+is next selected, or when it has been idle for the whole window. What a head misses is always one contiguous run
 that ends at the current position, so one watermark a head says all. The sequences of a batch share their sets of
 heads, hence also the watermarks.
 """
@@ -23,14 +23,22 @@ class LayerCache:
     """One layer's part, on one rank.
 
     k, v       [B, H, T, head_dim]
-    inputs     [B, W, D] ring: position p at slot p % W; None where every head runs at every step
+    inputs     [B, W + 1, D] ring: position p at slot p % (W + 1); None where every head runs at every step. One more
+               than the window W, so that a new input never takes the place of one that an idle head still needs
     watermark  [H] int32: K/V of positions below it are there; None likewise
+    window     W, 0 likewise
     """
 
     k: torch.Tensor
     v: torch.Tensor
     inputs: torch.Tensor | None = None
     watermark: torch.Tensor | None = None
+    window: int = 0
+
+    def copy(self) -> "LayerCache":
+        """With tensors of its own."""
+        fields = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in vars(self).items()}
+        return LayerCache(**fields)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class DejaVuCache:
         key_mask: [B, T] bool, False for padding.
         position_ids: [B] int64, the position embedding of each sequence's next token.
         live: [B] bool, sequences that still generate; the others choose no heads or neurons.
+        tokens: [B] int64, the tokens of the next step, for a captured step to find.
 
     Raises:
         ValueError: no sequence, or a capacity below 0.
@@ -85,13 +94,17 @@ class DejaVuCache:
         self.key_mask = torch.zeros(batch_size, capacity, dtype=torch.bool, device=device)
         self.position_ids = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.live = torch.ones(batch_size, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.layers = [
             LayerCache(
                 # Zeros, not empty: a masked slot is read by some kernels and must not hold NaN.
                 k=torch.zeros(batch_size, s.heads, capacity, s.head_dim, dtype=dtype, device=device),
                 v=torch.zeros(batch_size, s.heads, capacity, s.head_dim, dtype=dtype, device=device),
-                inputs=torch.zeros(batch_size, s.window, hidden_size, dtype=dtype, device=device) if s.window else None,
+                inputs=torch.zeros(batch_size, s.window + 1, hidden_size, dtype=dtype, device=device)
+                if s.window
+                else None,
                 watermark=torch.zeros(s.heads, dtype=torch.int32, device=device) if s.window else None,
+                window=s.window,
             )
             for s in shapes
         ]
@@ -116,6 +129,20 @@ class DejaVuCache:
         """Count `tokens` more slots as filled."""
         self.length += tokens
         self.position += tokens
+
+    def progress(self) -> list[torch.Tensor]:
+        """The tensors by which a decode step moves on; what else it writes, it would write again."""
+        watermarks = [layer.watermark for layer in self.layers if layer.watermark is not None]
+        return [self.position, self.position_ids, *watermarks]
+
+    @torch.inference_mode(False)
+    def reset(self) -> None:
+        """Forget every token, keeping the memory."""
+        self.length = 0
+        for tensor in self.progress():
+            tensor.zero_()
+        self.key_mask.zero_()
+        self.live.fill_(True)
 
     def nbytes(self) -> int:
         """Bytes held by keys, values and kept inputs on this rank."""

@@ -22,7 +22,6 @@ _OURS = {
     "injection_policy_tuple": "dejavu_ds chooses it by the model's family",
     "replace_with_kernel_inject": "dejavu_ds brings its own blocks and kernels",
     "kernel_inject": "dejavu_ds brings its own blocks and kernels",
-    "enable_cuda_graph": "DeepSpeed's graph does not cover generate",
     "checkpoint": "give the model's folder or hub name in place of the model",
     "save_mp_checkpoint_path": "shards in the gather layout cannot be loaded again",
 }

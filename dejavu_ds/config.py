@@ -24,7 +24,7 @@ class SparsityConfig:
         mode: "gather" reads only the kept weights; "masked" does dense arithmetic and zeroes what was not kept: the
             same result at dense cost, to check the former against.
         recovery_window: tokens a head may stay idle before its missing keys and values are computed although it is
-            not selected; bounds the memory of kept inputs to `recovery_window * hidden_size` elements a layer and
+            not selected; bounds the memory of kept inputs to `(recovery_window + 1) * hidden_size` elements a layer and
             sequence, whatever the context.
 
     Raises:

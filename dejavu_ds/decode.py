@@ -10,6 +10,8 @@ from torch import nn
 from dejavu_ds.block import PerToken
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.injection_policies import Policy
+from dejavu_ds.kernels.add_norm import Norm
+from dejavu_ds.kernels.ops import ops_for
 
 
 def prefill(
@@ -51,6 +53,8 @@ def prefill(
 def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, tokens: torch.Tensor) -> torch.Tensor:
     """One new token a sequence, sparse where predictors are attached.
 
+    Moves on what the cache holds on the device, not its `length`, so that it can be captured and replayed.
+
     Args:
         cache: with room for one more.
         tokens: [B] int64.
@@ -58,13 +62,23 @@ def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, token
     Returns:
         [B, V] logits of the next token.
     """
+    blocks = policy.layers(model)
+    norms = [Norm.of(norm) for norm in (*(block.attention_norm for block in blocks), policy.final_norm(model))]
+    rings = [*(layer.inputs for layer in cache.layers), None]
     hidden = policy.embed(model, tokens[:, None], cache.position_ids[:, None]).squeeze(1)
     cache.key_mask.index_fill_(1, cache.position.long(), True)
-    for block, layer in zip(policy.layers(model), cache.layers, strict=True):
-        hidden = block.decode(hidden, layer, cache)
-    cache.advance(1)
+    x = ops_for(hidden.device).add_norm(None, None, hidden, norms[0], rings[0], cache.position)
+    for i, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
+        x = block.decode(hidden, x, layer, cache, norms[i + 1], rings[i + 1])
+    cache.position += 1
     cache.position_ids += 1
-    return policy.head(model, hidden[:, None]).squeeze(1)
+    return policy.head(model, x)
+
+
+def head(model: nn.Module, policy: Policy, hidden: torch.Tensor) -> torch.Tensor:
+    """Output of the last block [..., D] -> logits [..., V]."""
+    norm = policy.final_norm(model)
+    return policy.head(model, hidden if norm is None else norm(hidden))
 
 
 def _next_positions(position_ids: torch.Tensor, mask: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

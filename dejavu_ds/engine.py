@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_ds import decode, generation
 from dejavu_ds.block import PerToken, SparseBlock
-from dejavu_ds.cache import DejaVuCache
+from dejavu_ds.cache import DejaVuCache, LayerShape
 from dejavu_ds.checkpoint import load_model
 from dejavu_ds.checks import DTYPES, check_model, check_predictor_sizes, check_tensor_parallel, merge_config
 from dejavu_ds.collectives import TensorParallel, no_compilation
@@ -26,7 +26,8 @@ from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.predictor import PredictorSet
-from dejavu_ds.selection import PredictorSelector, Selector
+from dejavu_ds.runner import StepRunner
+from dejavu_ds.selection import Listeners, PredictorSelector, Selector
 from dejavu_ds.stats import StepStats
 from dejavu_ds.taps import UNITS, Tap, tap_of
 
@@ -50,7 +51,8 @@ def init_inference(
         predictors: folder, hub id or loaded `PredictorSet`; None runs every head and neuron.
         sparsity: densities and mode; None takes the predictor set's defaults.
         **kwargs: DeepSpeed's own keywords under their own names, such as `dtype` and `tensor_parallel`. Without
-            `dtype` the model keeps the one it has (DeepSpeed would convert to fp16).
+            `dtype` the model keeps the one it has (DeepSpeed would convert to fp16). `enable_cuda_graph`, True here
+            on a GPU by default, replays each decode step as one CUDA graph, at every tensor-parallel size.
 
     Returns:
         A `deepspeed.InferenceEngine` with `forward` and `generate`.
@@ -66,6 +68,10 @@ def init_inference(
     if predictors is None and sparsity is not None:
         raise ValueError("sparsity is given without predictors; pass predictors=, or leave sparsity out for dense")
     dtype = ds_config.pop("dtype", None)
+    on_gpu = get_accelerator().device_name() == "cuda"
+    cuda_graph = ds_config.pop("enable_cuda_graph", on_gpu)
+    if cuda_graph and not on_gpu:
+        raise ValueError(f"enable_cuda_graph=True needs a GPU, this machine has a {get_accelerator().device_name()}")
     if not isinstance(model, PreTrainedModel):
         model = load_model(model, DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None)
     # pydantic refuses unknown keywords by name.
@@ -81,7 +87,7 @@ def init_inference(
         sparsity = sparsity or SparsityConfig()
         predictors.check(fingerprint(model), model.config.num_hidden_layers, sparsity.lookahead)
         check_predictor_sizes(predictors, policy, model)
-    return DejaVuEngine(model, ds_config, policy, predictors, sparsity)
+    return DejaVuEngine(model, ds_config, policy, predictors, sparsity, cuda_graph)
 
 
 class DejaVuEngine(InferenceEngine):
@@ -94,6 +100,7 @@ class DejaVuEngine(InferenceEngine):
         policy: of the model's family.
         tp: this rank's view of the tensor-parallel group.
         stats: densities realised and bytes of weights read, since the last `stats.reset()`.
+        runner: of the decode steps.
     """
 
     def __init__(
@@ -103,6 +110,7 @@ class DejaVuEngine(InferenceEngine):
         policy: Policy,
         predictors: PredictorSet | None,
         sparsity: SparsityConfig | None,
+        cuda_graph: bool,
     ) -> None:
         model.eval().requires_grad_(False)
         # Our blocks take Hugging Face's mask as scaled_dot_product_attention does, whatever the model was loaded with.
@@ -123,7 +131,8 @@ class DejaVuEngine(InferenceEngine):
         self.policy = policy
         self.predictors = predictors
         self.sparsity = sparsity
-        self.tp = TensorParallel.of(self.mp_group if config.tensor_parallel.tp_size > 1 else None)
+        tp = TensorParallel.of(self.mp_group if config.tensor_parallel.tp_size > 1 else None)
+        self.tp = tp.with_one_shot(self.module.config.hidden_size, self.device)
         self._ops = ops_for(self.device)
         for block in self.blocks:
             block.pack(self._ops, self.tp)
@@ -132,6 +141,8 @@ class DejaVuEngine(InferenceEngine):
             embedding = self.module.get_input_embeddings().weight if tied else None
             self.module.lm_head = RowParallelHead(head.weight, head.bias, embedding, self.tp)
         self.stats = StepStats(self)
+        self._side_stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self.runner = StepRunner(self, cuda_graph)
         if predictors is not None:
             self.attach(self.predictor_selectors(predictors, sparsity), sparsity)
 
@@ -153,9 +164,13 @@ class DejaVuEngine(InferenceEngine):
         """Tokens a sequence can have, prompt and continuation together."""
         return self.module.config.max_position_embeddings
 
+    def cache_shapes(self) -> list[LayerShape]:
+        """What each layer needs of a cache, with the selectors attached now."""
+        return [block.cache_shape() for block in self.blocks]
+
     def new_cache(self, batch_size: int, capacity: int) -> DejaVuCache:
         """An empty cache for `batch_size` sequences of up to `capacity` tokens; `forward` enlarges it at need."""
-        shapes = [block.cache_shape() for block in self.blocks]
+        shapes = self.cache_shapes()
         return DejaVuCache(batch_size, capacity, shapes, self.module.config.hidden_size, self.dtype, self.device)
 
     @torch.no_grad()
@@ -209,7 +224,8 @@ class DejaVuEngine(InferenceEngine):
             )
             if hidden_states is not None:
                 hidden_states.append(hidden)
-            logits = self.policy.head(self.module, hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+            hidden = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
+            logits = decode.head(self.module, self.policy, hidden)
         output = CausalLMOutputWithPast(logits=logits, hidden_states=tuple(hidden_states) if hidden_states else None)
         if use_cache is not False:
             output[generation.cache_field(CausalLMOutputWithPast)] = past
@@ -223,8 +239,8 @@ class DejaVuEngine(InferenceEngine):
         """
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full, it has room for {cache.capacity} tokens; enlarge it with reserve")
-        self.stats.count_step()
-        return decode.decode_one_token(self.module, self.policy, cache, tokens)
+        cache.tokens.copy_(tokens)
+        return self.runner.step(cache).clone()
 
     def _generate(self, *inputs: torch.Tensor, **kwargs: Any):
         """`generate` as in transformers, greedy or sampled; see `dejavu_ds.generation`."""
@@ -260,13 +276,17 @@ class DejaVuEngine(InferenceEngine):
         self.sparsity = sparsity
         for i, block in enumerate(self.blocks):
             heads, mlp = (selectors.get((unit, i), (None, None))[0] for unit in ("heads", "mlp"))
-            block.at_attention, block.at_mlp = [], []
             block.attach(heads, mlp, masked=sparsity.mode == "masked", window=sparsity.recovery_window)
+        listening: dict[Tap, list[Selector]] = {}
         for selector, tap in selectors.values():
-            if selector.of_outputs:
-                continue
-            block = self.blocks[tap.layer]
-            (block.at_attention if tap.point == "attention" else block.at_mlp).append(selector)
+            if not selector.of_outputs:
+                listening.setdefault(tap, []).append(selector)
+        for i, block in enumerate(self.blocks):
+            block.at_attention, block.at_mlp = (
+                Listeners(listening.get(Tap(i, point), ()), self._ops, self._side_stream)
+                for point in ("attention", "mlp")
+            )
+        self.runner.forget(capturable=all(selector.capturable for selector, _ in selectors.values()))
         self.stats.reset()
 
     def local_units(self, unit: str, layer: int) -> tuple[int, int]:
@@ -280,7 +300,6 @@ class DejaVuEngine(InferenceEngine):
         self, predictors: PredictorSet, sparsity: SparsityConfig
     ) -> dict[tuple[str, int], tuple[Selector, Tap]]:
         """What `attach` takes, made of predictors at the densities asked for."""
-        stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         selectors = {}
         for unit in UNITS:
             densities = predictors.densities(unit, sparsity.density(unit, predictors.default_density(unit)))
@@ -289,7 +308,7 @@ class DejaVuEngine(InferenceEngine):
                 if predictor is None or density >= 1 or start == stop:
                     continue  # dense; a rank without neurons (DeepSpeed shards by 64) has nothing to choose
                 shard = predictor.shard(start, stop).to(self.device, self.dtype)
-                selector = PredictorSelector(shard, predictor.threshold(density), self._ops, stream)
+                selector = PredictorSelector(shard, predictor.threshold(density), self._ops)
                 selectors[unit, i] = selector, tap_of(unit, i, predictors.lookahead)
         return selectors
 
@@ -328,8 +347,8 @@ class DejaVuEngine(InferenceEngine):
             raise TypeError(_foreign_cache(past))
         if past.batch_size != batch_size:
             raise ValueError(f"the cache holds {past.batch_size} sequences, the input {batch_size}")
-        shapes = [block.cache_shape() for block in self.blocks]
-        if (past.shapes, past.key_mask.device, past.layers[0].k.dtype) != (shapes, self.device, self.dtype):
+        made_for = past.shapes, past.key_mask.device, past.layers[0].k.dtype
+        if made_for != (self.cache_shapes(), self.device, self.dtype):
             raise ValueError(
                 "the cache is of an engine with other heads, sparsity, dtype or device; pass the cache an earlier call "
                 "of this engine returned, or one from engine.new_cache"

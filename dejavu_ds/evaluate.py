@@ -69,9 +69,10 @@ class Scorer:
         return torch.cat([self._decode(sequence) for sequence in ids.split(1)])
 
     def _decode(self, ids: torch.Tensor) -> torch.Tensor:
-        cache = self._engine.new_cache(1, ids.shape[1])
+        cache = self._engine.runner.spare_cache(1, ids.shape[1])
         steps = [self._engine(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]]
         steps += [self._engine.decode_one_token(ids[:, t], cache) for t in range(1, ids.shape[1])]
+        self._engine.runner.keep_spare(cache)
         return torch.stack(steps, dim=1)
 
     def densities(self) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from dejavu_ds.cache import DejaVuCache
+from dejavu_ds.token_loop import TokenChooser, generate_tokens
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -139,6 +140,15 @@ def sample(
     padded = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     pad = generation_config._pad_token_tensor if padded else None
     record = generation_config.return_dict_in_generate
+    if not record and TokenChooser.fits(logits_processor, stopping_criteria):
+        chooser = TokenChooser(logits_processor, stopping_criteria, do_sample, pad, engine.tp)
+        made = generate_tokens(engine, cache, logits, chooser, new_tokens, to_streamer)
+        if to_streamer is not None:
+            to_streamer.end()
+        cache.live.fill_(True)
+        if kept_cache is None:
+            engine.runner.keep_spare(cache)
+        return torch.cat([input_ids, made], dim=1)
     scores, raw_logits = [], []
     live = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     while True:
@@ -198,7 +208,9 @@ def _prefill(
     check_continuation(cached, prompt_shape[1], embeds is not None)
     position_ids = positions_of(given_positions, mask)
     check_length(position_ids, new_tokens, engine.max_positions)
-    cache = engine.cache_for(kept_cache, prompt_shape[0], prompt_shape[1] - cached + new_tokens)
+    room = prompt_shape[1] - cached + new_tokens
+    cache = engine.runner.spare_cache(prompt_shape[0], room) if kept_cache is None else kept_cache
+    cache = engine.cache_for(cache, prompt_shape[0], room)
     cache.live.fill_(True)
     output = engine.forward(
         input_ids=input_ids[:, cached:] if embeds is None else None,

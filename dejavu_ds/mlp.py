@@ -4,9 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.collectives import TensorParallel
+from dejavu_ds.kernels.add_norm import Norm
+from dejavu_ds.kernels.gather_down_proj import TICKETS
 from dejavu_ds.kernels.ops import Ops
-from dejavu_ds.selection import Selector
+from dejavu_ds.selection import Selection, Selector
 
 
 class SparseMLP(nn.Module):
@@ -29,6 +32,9 @@ class SparseMLP(nn.Module):
         self.masked = False
         self._ops = ops
         self._tp = tp
+        self._partial = torch.float32 if tp.size > 1 else None  # dtype of this rank's part of the output
+        self._every_neuron = Selection.all_of(self.neurons, self.fc1.device)
+        self._tickets = torch.zeros(TICKETS, dtype=torch.int32, device=self.fc1.device)
 
     @property
     def neurons(self) -> int:
@@ -42,15 +48,29 @@ class SparseMLP(nn.Module):
             h = h * keep
         return self._finish(h @ self.fc2)
 
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
-        """One token a sequence, [B, D] -> [B, D]."""
-        if self.selector is None:
-            return self.prefill(x)
-        idx, count, mask = self.selector.join()
+    def decode(
+        self, x: torch.Tensor, hidden: torch.Tensor, cache: DejaVuCache, norm: Norm | None, ring: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One token a sequence.
+
+        Args:
+            x: [B, D], the normalised input.
+            hidden: [B, D], the residual stream; the result is added in place.
+            norm: of what comes next.
+            ring: [B, R, D], where the next attention keeps its inputs, or None.
+
+        Returns:
+            [B, D], the normalised input of what comes next.
+        """
+        idx, count, mask = self._every_neuron if self.selector is None else self.selector.join()
         if self.masked:
-            return self.prefill(x, mask)
-        h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True)
-        return self._finish(self._ops.gather_down_proj(h, self.fc2, idx, count, skip_zeros=True))
+            y = (torch.relu(F.linear(x, self.fc1, self.b1)) * mask) @ self.fc2
+        else:
+            h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True)
+            y = self._ops.gather_down_proj(
+                h, self.fc2, idx, count, skip_zeros=True, out_dtype=self._partial, tickets=self._tickets
+            )
+        return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position)
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
         y = self._tp.all_reduce(y)

@@ -105,7 +105,7 @@ def observe(
 def _attention(block: SparseBlock, hidden: torch.Tensor, keep: PerToken, top: TopUnits, sums: _Sums) -> torch.Tensor:
     attention, layer = block.attention, block.layer_idx
     x = block.attention_norm(hidden)
-    keep.tap(block.at_attention, x)
+    keep.tap(block.at_attention.selectors, x)
     kept = keep.of(attention.selector)
     outputs = []
 
@@ -135,7 +135,7 @@ def _mlp(
 ) -> torch.Tensor:
     mlp, layer = block.mlp, block.layer_idx
     x = block.mlp_norm(hidden)
-    keep.tap(block.at_mlp, x)
+    keep.tap(block.at_mlp.selectors, x)
     kept = keep.of(mlp.selector)
     active = F.linear(x, mlp.fc1, mlp.b1) > 0
     sums.add("neurons", layer, mlp.neurons)

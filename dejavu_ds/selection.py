@@ -1,10 +1,12 @@
 """Choosing the units (neurons or heads) of one layer for one decode step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.predictor import Predictor
 
@@ -44,10 +46,15 @@ class Selector:
 
     of_outputs = False
     """Whether `keep` and `begin` take the unit's true outputs, inside the unit, and no tap's input: an oracle's way."""
+    capturable = False
+    """Whether `begin` can be captured in a CUDA graph."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
-        self._selection = Selection.all_of(size, device)
+        self.selection = Selection.all_of(size, device)
+        """What was chosen last; `join` says when it is there."""
+        self.after: Callable[[DejaVuCache], None] | None = None
+        """What can go ahead as soon as the choice is made; done before `join`."""
         self.kept_total = torch.zeros(1, dtype=torch.int64, device=device)
         """Units kept since the last reset, summed over the steps."""
 
@@ -56,18 +63,20 @@ class Selector:
         """Bytes of weights that a choice reads."""
         return 0
 
-    def begin(self, x: torch.Tensor, live: torch.Tensor) -> None:
-        """Start selecting from the tap `x` [B, D]; only sequences with `live` [B] bool have a say."""
-        idx, count, mask = self._selection
-        mask.copy_((self.keep(x) & live[:, None]).any(0))
+    def begin(self, x: torch.Tensor, cache: DejaVuCache) -> None:
+        """Start selecting from the tap `x` [B, D]; only sequences that are live in the cache have a say."""
+        idx, count, mask = self.selection
+        mask.copy_((self.keep(x) & cache.live[:, None]).any(0))
         kept = mask.nonzero().flatten()
         idx[: len(kept)] = kept.int()
         count.fill_(len(kept))
         self.kept_total += count
+        if self.after is not None:
+            self.after(cache)
 
     def join(self) -> Selection:
         """The selection; the current stream waits for it, the host does not."""
-        return self._selection
+        return self.selection
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """The choice of each token on its own, [..., D] -> [..., N] bool; no union over a batch."""
@@ -77,53 +86,107 @@ class Selector:
 class PredictorSelector(Selector):
     """Selects by a threshold on a predictor's logits.
 
-    On a GPU the work between `begin` and `join` runs on a stream of its own. A threshold and not a top-k: a neuron's
-    fate depends on its own logit alone, so it is the same on every rank and at every tensor-parallel size.
+    A threshold and not a top-k: a neuron's fate depends on its own logit alone, so it is the same on every rank and at
+    every tensor-parallel size. `Listeners` runs the first layer, for all predictors of a tap together.
 
     Args:
         predictor: its rows for the units of this rank.
         threshold: units with a logit strictly above it are kept.
         ops: the kernels or their torch twins.
-        stream: the CUDA stream for the prediction; None runs it in line.
     """
 
-    def __init__(self, predictor: Predictor, threshold: float, ops: Ops, stream: "torch.cuda.Stream | None") -> None:
-        super().__init__(predictor.units, predictor.w2.device)
+    capturable = True
+
+    def __init__(self, predictor: Predictor, threshold: float, ops: Ops) -> None:
+        device = predictor.w2.device
+        super().__init__(predictor.units, device)
         self.predictor = predictor
         self.threshold = threshold
         self._ops = ops
-        self._stream = stream
-        self._input: torch.Tensor | None = None
+        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in self.predictor.parameters())
 
-    def begin(self, x: torch.Tensor, live: torch.Tensor) -> None:
-        if self._stream is None:
-            self._select(x, live)
-            return
-        self._input = x  # until joined, so that the allocator does not hand its memory to the main stream
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._select(x, live)
+    def choose(self, z: torch.Tensor, cache: DejaVuCache) -> None:
+        """From the predictor's hidden layer [B, r], on the current stream."""
+        self._ops.predict_select(
+            z,
+            self.predictor.w2,
+            self.predictor.b2,
+            self.threshold,
+            cache.live,
+            *self.selection,
+            kept_total=self.kept_total,
+            tickets=self._tickets,
+        )
+        if self.after is not None:
+            self.after(cache)
+        if self._done is not None:
+            self._done.record()
 
     def join(self) -> Selection:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._input = None
-        return self._selection
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        return self.selection
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         return self.predictor.logits(x).float() > self.threshold
 
-    def _select(self, x: torch.Tensor, live: torch.Tensor) -> None:
-        idx, count, mask = self._selection
-        self._ops.select(self.predictor.logits(x), self.threshold, live, idx, count, mask)
-        self.kept_total += count
+
+class Listeners:
+    """The selectors that take their input at one place of a block.
+
+    On a GPU the predictors run on a stream of their own, beside the block, from `begin` until each is joined. Their
+    first layers are one product: the weights become views of one tensor.
+
+    Args:
+        selectors: those that listen.
+        ops: the kernels or their torch twins.
+        stream: for the predictors; None runs them in line.
+    """
+
+    def __init__(
+        self, selectors: Sequence[Selector] = (), ops: Ops | None = None, stream: "torch.cuda.Stream | None" = None
+    ) -> None:
+        self.selectors = list(selectors)
+        self._predicted = [s for s in selectors if isinstance(s, PredictorSelector)]
+        self._others = [s for s in selectors if not isinstance(s, PredictorSelector)]
+        self._ops = ops
+        self._stream = stream
+        self._input: torch.Tensor | None = None
+        if self._predicted:
+            nets = [s.predictor for s in self._predicted]
+            self._w1, self._b1 = joined([net.w1 for net in nets]), joined([net.b1 for net in nets])
+            self._ranks = [net.rank for net in nets]
+            self._all = Selection.all_of(sum(self._ranks), self._w1.device)
+
+    def begin(self, x: torch.Tensor, cache: DejaVuCache) -> None:
+        """Start every selector on the tap `x` [B, D]."""
+        for selector in self._others:
+            selector.begin(x, cache)
+        if not self._predicted:
+            return
+        if self._stream is None:
+            self._predict(x, cache)
+            return
+        self._input = x  # for a step, so that the allocator does not hand its memory to the main stream too early
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._predict(x, cache)
+
+    def _predict(self, x: torch.Tensor, cache: DejaVuCache) -> None:
+        idx, count, _ = self._all
+        z = self._ops.gather_up_proj(x, self._w1, self._b1, idx, count, relu=True)
+        for selector, part in zip(self._predicted, z.split(self._ranks, dim=1), strict=True):
+            selector.choose(part, cache)
 
 
-def begin_all(selectors: Sequence[Selector], x: torch.Tensor, live: torch.Tensor) -> None:
-    """Start every selector that listens at one tap."""
-    for selector in selectors:
-        selector.begin(x, live)
+def joined(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The tensors one after the other in one, of which the parameters become views: no second copy."""
+    whole = torch.cat([p.detach() for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole

@@ -56,11 +56,17 @@ class StepStats:
     def reset(self) -> None:
         """Forget all steps so far."""
         self.steps = 0
+        for counter in self.counters():
+            counter.zero_()
+
+    def counters(self) -> list[torch.Tensor]:
+        """The tensors in which the steps count."""
+        counters = []
         for block in self._engine.blocks:
-            block.attention.recovered_total.zero_()
-            for selector in (block.attention.selector, block.mlp.selector):
-                if selector is not None:
-                    selector.kept_total.zero_()
+            selectors = (block.attention.selector, block.mlp.selector)
+            counters.append(block.attention.recovered_total)
+            counters += [selector.kept_total for selector in selectors if selector is not None]
+        return counters
 
     def report(self) -> StepReport:
         """The means; collective under tensor parallelism, so every rank must call it."""

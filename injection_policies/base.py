@@ -43,5 +43,8 @@ class Policy(Protocol):
     def embed(self, model: nn.Module, inputs: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """[B, S] ids or [B, S, D] embeddings and [B, S] positions (0 for a sequence's first token) -> [B, S, D]."""
 
-    def head(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and head: [B, S, D] -> logits [B, S, V]."""
+    def final_norm(self, model: nn.Module) -> nn.LayerNorm | None:
+        """The norm between the last block and the head, where the model has one."""
+
+    def head(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What follows the final norm: [..., D] -> logits [..., V]."""

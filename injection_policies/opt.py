@@ -55,10 +55,11 @@ class OPTPolicy:
         # The table's first two rows belong to no position; a padding token has position -1 and reads the second.
         return hidden + nn.functional.embedding(position_ids + positions.offset, positions.weight)
 
-    def head(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def final_norm(self, model: nn.Module) -> nn.LayerNorm | None:
+        return model.model.decoder.final_layer_norm
+
+    def head(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         decoder = model.model.decoder
-        if decoder.final_layer_norm is not None:
-            hidden = decoder.final_layer_norm(hidden)
         if decoder.project_out is not None:
-            hidden = decoder.project_out(hidden)
-        return model.lm_head(hidden)
+            x = decoder.project_out(x)
+        return model.lm_head(x)

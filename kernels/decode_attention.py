@@ -1,11 +1,17 @@
 """Attention of one new token for the kept heads: softmax(scale * q @ K.T) @ V over the keys 0..t.
 
-One program attends for one head of one sequence over a share of the context with the online softmax (Milakov and
-Gimelshein 2018, arXiv:1805.02867); a second kernel merges the shares, as in Flash-Decoding (Dao et al. 2023). Heads
-that are not kept are neither read nor written (Deja Vu, Liu et al. 2023, arXiv:2310.17157).
+The context is cut into shares. A program attends for one head of one sequence over one share with the online softmax
+(Milakov and Gimelshein 2018, arXiv:1805.02867), and the one that finishes last merges the head's shares, as
+Flash-Decoding does in a second launch (Dao et al. 2023). Heads that are not kept are neither read nor written (Deja
+Vu, Liu et al. 2023, arXiv:2310.17157). How the context is cut follows from t alone, so that a head's bits depend
+neither on the batch, nor on the heads beside it, nor on the cache's capacity.
 
 The new token's key and value come from `qkv` and are stored into slot t of the caches by the same launch. The cache
 is read below t only, so no program can see whether that store has happened yet.
+
+Where heads may be skipped, the launch also moves the watermarks past what the step at t has stored (`recover_kv` says
+what they are): a head in `mask` has keys and values up to position t; an overdue one, which has missed `window`
+positions, was recovered up to t - 1 before this launch; any other is unchanged.
 
 Count and position are read from device memory: the grid depends on the capacities alone, so the launch can be
 captured in a CUDA graph and replayed at the next position.
@@ -18,13 +24,20 @@ Shapes (B sequences, H heads, T cache capacity, cap = head_idx.numel(), K = coun
     count     [1]                    int32, 0 <= K <= cap
     position  [1]                    int32, t, 0 <= t < T, the slot of the new token
     key_mask  [B, T]                 bool, True where a key may be attended; slot t is attended whatever it says
+    mask      [H]                    bool, the kept heads; needed with a watermark, else unused
+    watermark [H]                    int32, moved in place; None where every head runs at every step
+    recovered_total [1]              int64, or None; raised by the number of heads with 0 < missing = t - watermark
+                                     that are in `mask` or have missing >= window, all before the move
+    tickets   [>= B * cap]           int32 zeros that only launches in order share; left zero; None: made for the call
     out       [B, cap, head_dim]     dtype of qkv, computed in fp32; slots from K on are unspecified
-Keys beyond t and masked keys are not loaded, so they may hold anything.
+Keys beyond t may hold anything, and so may masked keys: they have no effect.
 """
 
 import torch
 import triton
 import triton.language as tl
+
+from dejavu_ds.kernels.tiles import is_last
 
 
 def decode_attention_ref(
@@ -36,9 +49,19 @@ def decode_attention_ref(
     position: torch.Tensor,
     key_mask: torch.Tensor,
     scale: float,
+    mask: torch.Tensor | None = None,
+    watermark: torch.Tensor | None = None,
+    window: int = 0,
+    recovered_total: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Plain torch twin of `decode_attention`: same arguments, same result and side effect."""
+    """Plain torch twin of `decode_attention`: same arguments, same result and side effects; needs no tickets."""
     K, t = int(count), int(position)
+    if watermark is not None:
+        missing = t - watermark
+        if recovered_total is not None:
+            recovered_total += ((missing > 0) & (mask | (missing >= window))).sum()
+        watermark.masked_fill_(missing >= window, t).masked_fill_(mask, t + 1)
     out = torch.empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], device=qkv.device, dtype=qkv.dtype)
     if K == 0:  # scaled_dot_product_attention does not take zero heads on every device
         return out
@@ -59,62 +82,55 @@ def decode_attention_ref(
     return out
 
 
-# A tile of BLOCK_T keys is BLOCK_T * head_dim <= 4096 elements for heads of up to 128.
-_BLOCK_T = 32
-# Below this capacity one program walks the whole context; above, a share is about _KEYS_PER_SPLIT keys long.
-_ONE_SPLIT_T = 256
-_KEYS_PER_SPLIT = 128
-_MAX_SPLITS = 32
+# A share is one tile of keys as long as _MAX_SHARES of them cover the context: 32 KB of keys and values in flight for
+# a head of 128, about what a multiprocessor needs to keep memory busy. Guesses; they want measuring.
+_BLOCK_T = {2: 64, 4: 32}  # by bytes an element
+_MAX_SHARES = 32
+# Up to here one program walks the whole context: a second tile costs less than a merge.
+_ONE_SHARE_KEYS = 128
+_WARPS = 4
+# Four a multiprocessor of an H200; they share out heads and shares among themselves.
+_MAX_PROGRAMS = 528
 
 
-# The capacities are not specialised: another batch or cache must not compile again.
-@triton.jit(do_not_specialize=["cap", "H", "T"])
-def _attend_kernel(
-    qkv_ptr, k_ptr, v_ptr, head_idx_ptr, count_ptr, position_ptr, key_mask_ptr, out_ptr, m_ptr, l_ptr,
-    scale, cap, H, T,
+@triton.jit
+def _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK: tl.constexpr):
+    heads = tl.arange(0, BLOCK)
+    mask_h = heads < H
+    selected = tl.load(mask_ptr + heads, mask=mask_h, other=0) != 0
+    watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
+    missing = t - watermark
+    if total_ptr is not None:
+        recovered = mask_h & (missing > 0) & (selected | (missing >= window))
+        tl.store(total_ptr, tl.load(total_ptr) + tl.sum(recovered.to(tl.int32), axis=0))
+    moved = tl.where(selected, t + 1, tl.where(missing >= window, t, watermark))
+    tl.store(watermark_ptr + heads, moved, mask=mask_h)
+
+
+@triton.jit
+def _attend(
+    q, k_ptr, v_ptr, key_mask_ptr, first, end, scale,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    if slot >= tl.load(count_ptr):
-        return
-    t = tl.load(position_ptr)
-    head = tl.load(head_idx_ptr + slot).to(tl.int64)
+    """Online softmax over the keys first..end - 1 of a head: largest score, sum of weights, sum of weighted values."""
     offs_h = tl.arange(0, BLOCK_H)
-    mask_h = offs_h < HEAD_DIM
-
-    qkv_ptrs = qkv_ptr + (batch * cap + slot) * 3 * HEAD_DIM + offs_h
-    q = tl.load(qkv_ptrs, mask=mask_h, other=0.0).to(tl.float32)
-    k_new = tl.load(qkv_ptrs + HEAD_DIM, mask=mask_h, other=0.0)
-    v_new = tl.load(qkv_ptrs + 2 * HEAD_DIM, mask=mask_h, other=0.0)
-    cache = (batch * H + head) * T * HEAD_DIM
-
-    # Share 0 owns the new token: it starts from it and stores it.
-    owner = split == 0
-    new_ptrs = cache + t.to(tl.int64) * HEAD_DIM + offs_h
-    mask_new = offs_h < tl.where(owner, HEAD_DIM, 0)
-    tl.store(k_ptr + new_ptrs, k_new, mask=mask_new)
-    tl.store(v_ptr + new_ptrs, v_new, mask=mask_new)
-    m = tl.where(owner, tl.sum(q * k_new.to(tl.float32), axis=0) * scale, float("-inf"))
-    l = tl.where(owner, 1.0, 0.0)
-    acc = tl.where(owner, v_new.to(tl.float32), 0.0)
-
-    share = tl.cdiv(tl.cdiv(t, SPLITS), BLOCK_T) * BLOCK_T
-    first = split * share
-    for start in range(first, tl.minimum(first + share, t), BLOCK_T):
+    m, l, acc = float("-inf"), 0.0, tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for start in range(first, end, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
-        mask_t = offs_t < t
-        mask_t = mask_t & (tl.load(key_mask_ptr + batch * T + offs_t, mask=mask_t, other=0) != 0)
+        mask_t = offs_t < end
         # [BLOCK_T, BLOCK_H]
-        kv_ptrs = cache + offs_t.to(tl.int64)[:, None] * HEAD_DIM + offs_h[None, :]
-        mask = mask_t[:, None] & mask_h[None, :]
-        k = tl.load(k_ptr + kv_ptrs, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + kv_ptrs, mask=mask, other=0.0).to(tl.float32)
-        score = tl.where(mask_t, tl.sum(k * q[None, :], axis=1) * scale, float("-inf"))
+        kv = offs_t.to(tl.int64)[:, None] * HEAD_DIM + offs_h[None, :]
+        mask = mask_t[:, None]
+        if HEAD_DIM != BLOCK_H:
+            mask = mask & (offs_h < HEAD_DIM)[None, :]
+        # Masked keys are loaded too: to wait for the mask first would cost more than to read them.
+        k = tl.load(k_ptr + kv, mask=mask, other=0.0)
+        v = tl.load(v_ptr + kv, mask=mask, other=0.0)
+        mask_t = mask_t & (tl.load(key_mask_ptr + offs_t, mask=mask_t, other=0) != 0)
+        score = tl.where(mask_t, tl.sum(k.to(tl.float32) * q[None, :], axis=1) * scale, float("-inf"))
+        v = tl.where(mask_t[:, None], v.to(tl.float32), 0.0)  # 0 * NaN would not be 0
         m_new = tl.maximum(m, tl.max(score, axis=0))
         # While all keys so far are masked the maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -123,46 +139,107 @@ def _attend_kernel(
         l = l * decay + tl.sum(p, axis=0)
         acc = acc * decay + tl.sum(p[:, None] * v, axis=0)
         m = m_new
-
-    part = (batch * cap + slot) * SPLITS + split
-    if SPLITS == 1:
-        acc = acc / l
-    else:
-        tl.store(m_ptr + part, m)
-        tl.store(l_ptr + part, l)
-    tl.store(out_ptr + part * HEAD_DIM + offs_h, acc.to(out_ptr.dtype.element_ty), mask=mask_h)
+    return m, l, acc
 
 
-@triton.jit(do_not_specialize=["cap"])
-def _merge_shares_kernel(
-    part_ptr, m_ptr, l_ptr, count_ptr, out_ptr,
-    cap,
+@triton.jit
+def _merge(
+    part_ptr, m_ptr, l_ptr, shares,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    if slot >= tl.load(count_ptr):
-        return
-    out = tl.program_id(1).to(tl.int64) * cap + slot
+    """Attention [BLOCK_H] from the first `shares` partial results of a head, which other programs have stored."""
     offs_s = tl.arange(0, BLOCK_S)
-    mask_s = offs_s < SPLITS
     offs_h = tl.arange(0, BLOCK_H)
-    mask_h = offs_h < HEAD_DIM
-    part = out * SPLITS + offs_s
-    m = tl.load(m_ptr + part, mask=mask_s, other=float("-inf"))
-    l = tl.load(l_ptr + part, mask=mask_s, other=0.0)
+    mask_s = offs_s < shares
+    m = tl.load(m_ptr + offs_s, mask=mask_s, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(l_ptr + offs_s, mask=mask_s, other=0.0, cache_modifier=".cg")
     # [BLOCK_S, BLOCK_H]
     acc = tl.load(
-        part_ptr + part[:, None] * HEAD_DIM + offs_h[None, :], mask=mask_s[:, None] & mask_h[None, :], other=0.0
+        part_ptr + offs_s[:, None] * HEAD_DIM + offs_h[None, :],
+        mask=mask_s[:, None] & (offs_h < HEAD_DIM)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
     )
     weight = tl.exp(m - tl.max(m, axis=0))  # share 0 holds the new token, so the maximum is finite
-    y = tl.sum(weight[:, None] * acc, axis=0) / tl.sum(weight * l, axis=0)
-    tl.store(out_ptr + out * HEAD_DIM + offs_h, y.to(out_ptr.dtype.element_ty), mask=mask_h)
+    return tl.sum(weight[:, None] * acc, axis=0) / tl.sum(weight * l, axis=0)
 
 
-def _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask) -> None:
+# The capacities are not specialised: another batch or cache must not compile again.
+@triton.jit(do_not_specialize=["B", "cap", "H", "T", "window"])
+def _decode_attention_kernel(
+    qkv_ptr, k_ptr, v_ptr, head_idx_ptr, count_ptr, position_ptr, key_mask_ptr, out_ptr,
+    part_ptr, m_ptr, l_ptr, tickets_ptr,
+    mask_ptr, watermark_ptr, total_ptr,
+    scale, B, cap, H, T, window,
+    HEAD_DIM: tl.constexpr,
+    ONE_SHARE_KEYS: tl.constexpr,
+    MAX_SHARES: tl.constexpr,
+    CUT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    K = tl.load(count_ptr)
+    t = tl.load(position_ptr)
+    # The last program has the least to attend to.
+    if watermark_ptr is not None and tl.program_id(0) == tl.num_programs(0) - 1:
+        _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK_HEADS)
+
+    share, shares = t, 1
+    if CUT and t > ONE_SHARE_KEYS:
+        share = tl.cdiv(tl.cdiv(t, MAX_SHARES), BLOCK_T) * BLOCK_T
+        shares = tl.cdiv(t, share)
+    offs_h = tl.arange(0, BLOCK_H)
+    mask_h = offs_h < HEAD_DIM
+
+    # The shares of a head are neighbours, so that it is soon complete.
+    for item in range(tl.program_id(0), B * K * shares, tl.num_programs(0)):
+        split = item % shares
+        slot = (item // shares) % K
+        batch = (item // shares // K).to(tl.int64)
+        place = batch * cap + slot
+        head = tl.load(head_idx_ptr + slot).to(tl.int64)
+        qkv_ptrs = qkv_ptr + place * 3 * HEAD_DIM + offs_h
+        q = tl.load(qkv_ptrs, mask=mask_h, other=0.0).to(tl.float32)
+        k_new = tl.load(qkv_ptrs + HEAD_DIM, mask=mask_h, other=0.0)
+        v_new = tl.load(qkv_ptrs + 2 * HEAD_DIM, mask=mask_h, other=0.0)
+        cache = (batch * H + head) * T * HEAD_DIM
+
+        first = split * share
+        m, l, acc = _attend(
+            q, k_ptr + cache, v_ptr + cache, key_mask_ptr + batch * T,
+            first, tl.minimum(first + share, t), scale, HEAD_DIM, BLOCK_T, BLOCK_H,
+        )  # fmt: skip
+
+        # Share 0 owns the new token; last, so that nothing stands before the loads of the keys.
+        if split == 0:
+            new_ptrs = cache + t.to(tl.int64) * HEAD_DIM + offs_h
+            tl.store(k_ptr + new_ptrs, k_new, mask=mask_h)
+            tl.store(v_ptr + new_ptrs, v_new, mask=mask_h)
+            score = tl.sum(q * k_new.to(tl.float32), axis=0) * scale
+            m_new = tl.maximum(m, score)
+            p, decay = tl.exp(score - m_new), tl.exp(m - m_new)
+            l = l * decay + p
+            acc = acc * decay + p * v_new.to(tl.float32)
+            m = m_new
+
+        out_ptrs = out_ptr + place * HEAD_DIM + offs_h
+        if CUT and shares > 1:
+            part = place * MAX_SHARES
+            tl.store(m_ptr + part + split, m)
+            tl.store(l_ptr + part + split, l)
+            tl.store(part_ptr + (part + split) * HEAD_DIM + offs_h, acc, mask=mask_h)
+            if is_last(tickets_ptr + place, shares):
+                part_ptrs = part_ptr + part * HEAD_DIM
+                y = _merge(part_ptrs, m_ptr + part, l_ptr + part, shares, HEAD_DIM, MAX_SHARES, BLOCK_H)
+                tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask_h)
+        else:
+            tl.store(out_ptrs, (acc / l).to(out_ptr.dtype.element_ty), mask=mask_h)
+
+
+def _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask, tickets) -> None:
     if qkv.dim() != 4 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be [B, cap, 3, head_dim], got {tuple(qkv.shape)}")
     B, cap, _, head_dim = qkv.shape
@@ -188,6 +265,30 @@ def _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask) -> None:
         raise TypeError(f"key_mask must be bool, got {key_mask.dtype}")
     if not all(t.is_contiguous() for t in (qkv, k_cache, v_cache, head_idx, key_mask)):
         raise ValueError("qkv, k_cache, v_cache, head_idx and key_mask must be contiguous; allocate the caches whole")
+    if tickets is not None and (tickets.dtype != torch.int32 or tickets.numel() < B * cap):
+        raise ValueError(f"tickets must be {B * cap} int32 zeros or more, got {tickets.numel()} of {tickets.dtype}")
+
+
+def _check_watermark(H: int, mask, watermark, window, recovered_total) -> None:
+    if watermark is None:
+        if recovered_total is not None:
+            raise ValueError("recovered_total is counted from a watermark: pass both or neither")
+        return
+    if watermark.shape != (H,) or mask is None or mask.shape != (H,):
+        raise ValueError(
+            f"expected watermark [{H}] and with it mask [{H}], got {tuple(watermark.shape)} and "
+            f"{None if mask is None else tuple(mask.shape)}"
+        )
+    if window < 1:
+        raise ValueError(f"window must be at least 1 with a watermark, got {window}")
+    if watermark.dtype != torch.int32 or mask.dtype != torch.bool:
+        raise TypeError(f"watermark must be int32 and mask bool, got {watermark.dtype} and {mask.dtype}")
+    if not (watermark.is_contiguous() and mask.is_contiguous()):
+        raise ValueError("watermark and mask must be contiguous; allocate them whole")
+    if recovered_total is not None and (recovered_total.shape != (1,) or recovered_total.dtype != torch.int64):
+        raise ValueError(
+            f"recovered_total must be [1] int64, got {tuple(recovered_total.shape)} {recovered_total.dtype}"
+        )
 
 
 def decode_attention(
@@ -199,40 +300,46 @@ def decode_attention(
     position: torch.Tensor,
     key_mask: torch.Tensor,
     scale: float,
+    mask: torch.Tensor | None = None,
+    watermark: torch.Tensor | None = None,
+    window: int = 0,
+    recovered_total: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend for the kept heads of the token at `position` and store its keys and values into the caches.
+    """Attend for the kept heads of the token at `position`, store its keys and values, move the watermarks.
 
     Shapes and limits are in the module docstring; `scale` multiplies the scores (1 / sqrt(head_dim) as a rule).
 
     Raises:
-        ValueError: wrong shapes, or tensors that are not contiguous.
+        ValueError: wrong shapes, tensors that are not contiguous, a watermark without mask or window.
         TypeError: wrong or mixed dtypes.
     """
-    _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask)
+    _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask, tickets)
     B, cap, _, head_dim = qkv.shape
     H, T = k_cache.shape[1:3]
-    splits = 1 if T <= _ONE_SPLIT_T else min(triton.cdiv(T, _KEYS_PER_SPLIT), _MAX_SPLITS)
-    block_h = triton.next_power_of_2(head_dim)
+    _check_watermark(H, mask, watermark, window, recovered_total)
     out = torch.empty(B, cap, head_dim, device=qkv.device, dtype=qkv.dtype)
-    part, m, l = out, None, None
-    if splits > 1:
-        part = torch.empty(B, cap, splits, head_dim, device=qkv.device, dtype=torch.float32)
-        m, l = torch.empty(2, B, cap, splits, device=qkv.device, dtype=torch.float32)
-    _attend_kernel[(cap, B, splits)](
-        qkv, k_cache, v_cache, head_idx, count, position, key_mask.view(torch.uint8), part, m, l,
-        float(scale), cap, H, T,
+    block_t = _BLOCK_T[qkv.element_size()]
+    # t < T: the heads of a short cache are never cut.
+    shares = 1 if T - 1 <= _ONE_SHARE_KEYS else min(_MAX_SHARES, triton.cdiv(T - 1, block_t))
+    part, m, l = None, None, None
+    if shares > 1:
+        part = torch.empty(B, cap, _MAX_SHARES, head_dim, device=qkv.device, dtype=torch.float32)
+        m, l = torch.empty(2, B, cap, _MAX_SHARES, device=qkv.device, dtype=torch.float32)
+        if tickets is None:
+            tickets = torch.zeros(B * cap, device=qkv.device, dtype=torch.int32)
+    _decode_attention_kernel[(max(1, min(B * cap * shares, _MAX_PROGRAMS)),)](
+        qkv, k_cache, v_cache, head_idx, count, position, key_mask.view(torch.uint8), out,
+        part, m, l, tickets if shares > 1 else None,
+        None if watermark is None else mask.view(torch.uint8), watermark, recovered_total,
+        float(scale), B, cap, H, T, window,
         HEAD_DIM=head_dim,
-        SPLITS=splits,
-        BLOCK_T=_BLOCK_T,
-        BLOCK_H=block_h,
+        ONE_SHARE_KEYS=_ONE_SHARE_KEYS,
+        MAX_SHARES=_MAX_SHARES,
+        CUT=shares > 1,
+        BLOCK_T=block_t,
+        BLOCK_H=triton.next_power_of_2(head_dim),
+        BLOCK_HEADS=triton.next_power_of_2(H),
+        num_warps=_WARPS,
     )  # fmt: skip
-    if splits > 1:
-        _merge_shares_kernel[(cap, B)](
-            part, m, l, count, out,
-            cap,
-            HEAD_DIM=head_dim,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
-            BLOCK_H=block_h,
-        )  # fmt: skip
     return out

@@ -7,16 +7,18 @@ contiguous. A unit is `group` consecutive rows: 1 for a neuron, head_dim for a h
 ReLU leaves exact zeros among the kept neurons. With `skip_zeros` a row whose h is zero for all tokens of a tile (16 at
 most) is not loaded, so a NaN or infinity in it does not matter, whereas 0 * inf would be NaN in a dense layer.
 
-The kept rows are split over the second axis of the grid and the partial sums added in a fixed order by a second
-kernel: no atomics, the same bits in every run. The number of splits follows from the shapes; how many rows a split
-takes follows from the count, which is read from device memory (a CUDA graph can be replayed with another count).
+The kept rows are split over the second axis of the grid. Of the programs of one tile of the output the last to finish
+adds the partial sums of all, always in the same order: no float atomics, no second launch, the same bits in every run.
+The number of splits follows from the shapes; how many rows a split takes follows from the count, which is read from
+device memory (a CUDA graph can be replayed with another count).
 
 Shapes (B tokens, D hidden size, cap = idx.numel(), K = count kept units):
-    h      [B, cap * group] contiguous; columns from K * group on are never read
-    w      [N * group, D]   contiguous
-    idx    [cap]            int32, 0 <= idx[:K] < N, any order; values are not checked (it would sync)
-    count  [1]              int32, 0 <= K <= cap
-    y      [B, D]           dtype of h, accumulated in fp32; zeros if K = 0
+    h        [B, cap * group] contiguous; columns from K * group on are never read
+    w        [N * group, D]   contiguous
+    idx      [cap]            int32, 0 <= idx[:K] < N, any order; values are not checked (it would sync)
+    count    [1]              int32, 0 <= K <= cap
+    tickets  [>= tiles]       int32 zeros that no launch running at the same time uses; zeros again afterwards
+    y        [B, D]           dtype of h or fp32, accumulated in fp32; zeros if K = 0
 Column s * group + j of h belongs to row idx[s] * group + j of w.
 """
 
@@ -24,7 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.gather_up_proj import take_units
+from dejavu_ds.kernels.configs import DownConfig, down_config
+from dejavu_ds.kernels.gather_up_proj import check_gather, take_units
+from dejavu_ds.kernels.tiles import dot, is_last
 
 
 def gather_down_proj_ref(
@@ -34,6 +38,8 @@ def gather_down_proj_ref(
     count: torch.Tensor,
     group: int = 1,
     skip_zeros: bool = False,
+    out_dtype: torch.dtype | None = None,
+    tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch twin of `gather_down_proj`: same arguments, same result, rounded where torch rounds.
 
@@ -42,101 +48,151 @@ def gather_down_proj_ref(
     K = int(count)
     h = h[:, : K * group]
     if not skip_zeros:
-        return h @ take_units(w, idx[:K], group)
+        return (h @ take_units(w, idx[:K], group)).to(out_dtype or h.dtype)
     nonzero = (h != 0).any(dim=0).nonzero().squeeze(1)
     rows = idx[nonzero // group] * group + nonzero % group
-    return h.index_select(1, nonzero) @ w.index_select(0, rows)
+    return (h.index_select(1, nonzero) @ w.index_select(0, rows)).to(out_dtype or h.dtype)
 
 
-# Wide in D for bandwidth, a few rows deep so that several loads are in flight. The fp32 accumulator holds
-# BLOCK_B * BLOCK_N * BLOCK_D <= 8192 elements, 64 registers a thread of 4 warps.
-# BLOCK_B -> (BLOCK_N, BLOCK_D)
-_BLOCKS = {1: (8, 512), 2: (8, 512), 4: (4, 512), 8: (4, 256), 16: (4, 128)}
-# Enough programs for several on every multiprocessor, but no split with fewer rows than its partial sum is worth.
-_PROGRAMS = 512
+# No split with fewer rows than its partial sum is worth.
 _MIN_ROWS_PER_SPLIT = 64
 _MAX_SPLITS = 64
-_BLOCK_D_REDUCE = 128
+# Of the fp32 partial sums that are added at once: 64 registers a thread of 4 warps.
+_SUM_ELEMENTS = 8192
+TICKETS = 4096
+"""Enough for any y of up to 16 tokens and 16,384 columns."""
 
 
-# B and the capacity are not specialised: another batch must not compile again.
-@triton.jit(do_not_specialize=["B", "stride_h_b", "SPLITS"])
-def _gather_down_proj_kernel(
-    h_ptr, w_ptr, idx_ptr, count_ptr, out_ptr,
-    B, D, stride_h_b, SPLITS,
+@triton.jit
+def _rows_of_tile(idx_ptr, offs_n, end, GROUP: tl.constexpr):
+    """Rows of w behind the places offs_n of the gathered ones, int64, and which of the places there are."""
+    mask_n = offs_n < end
+    unit = tl.load(idx_ptr + offs_n // GROUP, mask=mask_n, other=0).to(tl.int64)
+    return unit * GROUP + offs_n % GROUP, mask_n
+
+
+@triton.jit
+def _partial_product(
+    h_ptr, w_ptr, idx_ptr, first, end, token, mask_b, offs_d, stride_h_b,
+    D: tl.constexpr,
     GROUP: tl.constexpr,
     SKIP_ZEROS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_B, BLOCK_D] fp32: h times w over the gathered rows first..end - 1."""
+    if DOT:
+        y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
+        for n in tl.range(first, end, BLOCK_N, num_stages=STAGES):
+            offs_n = n + tl.arange(0, BLOCK_N)
+            row, mask_n = _rows_of_tile(idx_ptr, offs_n, end, GROUP)
+            h = tl.load(
+                h_ptr + token[:, None] * stride_h_b + offs_n[None, :], mask=mask_b[:, None] & mask_n[None, :], other=0.0
+            )
+            if SKIP_ZEROS:
+                mask_n = mask_n & (tl.max((h != 0.0).to(tl.int32), axis=0) > 0)
+            mask_w = mask_n[:, None]
+            if D % BLOCK_D != 0:
+                mask_w = mask_w & (offs_d < D)[None, :]
+            w = tl.load(w_ptr + row[:, None] * D + offs_d[None, :], mask=mask_w, other=0.0)
+            y = dot(h, w, y)
+    else:
+        # All tiles are loaded in the shape of acc, so that no operand changes its layout inside the loop.
+        acc = tl.zeros((BLOCK_B, BLOCK_N, BLOCK_D), dtype=tl.float32)
+        for n in tl.range(first, end, BLOCK_N, num_stages=STAGES):
+            offs_n = n + tl.arange(0, BLOCK_N)
+            row, mask_n = _rows_of_tile(idx_ptr, offs_n, end, GROUP)
+            # [BLOCK_B, BLOCK_N, 1]
+            h = tl.load(
+                h_ptr + token[:, None, None] * stride_h_b + offs_n[None, :, None],
+                mask=mask_b[:, None, None] & mask_n[None, :, None],
+                other=0.0,
+            ).to(tl.float32)
+            mask_w = mask_n[None, :, None]
+            if SKIP_ZEROS:
+                mask_w = mask_w & (tl.max((h != 0.0).to(tl.int32), axis=0, keep_dims=True) > 0)
+            if D % BLOCK_D != 0:
+                mask_w = mask_w & (offs_d < D)[None, None, :]
+            # [1, BLOCK_N, BLOCK_D]; weights pass through the L1 cache
+            w = tl.load(
+                w_ptr + row[None, :, None] * D + offs_d[None, None, :],
+                mask=mask_w,
+                other=0.0,
+                eviction_policy="evict_first",
+            ).to(tl.float32)
+            acc += h * w
+        y = tl.sum(acc, axis=1)
+    return y
+
+
+# B and the capacity are not specialised: another batch must not compile again.
+@triton.jit(do_not_specialize=["B", "stride_h_b", "SPLITS"])
+def _gather_down_proj_kernel(
+    h_ptr, w_ptr, idx_ptr, count_ptr, part_ptr, tickets_ptr, y_ptr,
+    B, stride_h_b, SPLITS,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKIP_ZEROS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     rows = tl.load(count_ptr) * GROUP
     share = tl.cdiv(tl.cdiv(rows, SPLITS), BLOCK_N) * BLOCK_N
     first = split * share
     end = tl.minimum(first + share, rows)
-
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
     offs_b = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
     token = offs_b.to(tl.int64)
+    part = _partial_product(
+        h_ptr, w_ptr, idx_ptr, first, end, token, mask_b, offs_d, stride_h_b,
+        D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES,
+    )  # fmt: skip
+    mask = mask_b[:, None] & (offs_d < D)[None, :]
+    tl.store(part_ptr + (split.to(tl.int64) * B + token[:, None]) * D + offs_d[None, :], part, mask=mask)
 
-    # All tiles are loaded in the shape of acc, so that no operand changes its layout inside the loop.
-    acc = tl.zeros((BLOCK_B, BLOCK_N, BLOCK_D), dtype=tl.float32)
-    for n in range(first, end, BLOCK_N):
-        offs_n = n + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < end
-        unit = tl.load(idx_ptr + offs_n // GROUP, mask=mask_n, other=0).to(tl.int64)
-        row = unit * GROUP + offs_n % GROUP
-        # [BLOCK_B, BLOCK_N, 1]
-        h = tl.load(
-            h_ptr + token[:, None, None] * stride_h_b + offs_n[None, :, None],
-            mask=mask_b[:, None, None] & mask_n[None, :, None],
-            other=0.0,
-        ).to(tl.float32)
-        mask_w = mask_n[None, :, None]
-        if SKIP_ZEROS:
-            mask_w = mask_w & (tl.max((h != 0.0).to(tl.int32), axis=0, keep_dims=True) > 0)
-        # [1, BLOCK_N, BLOCK_D]; weights stream past the L2 cache
-        w = tl.load(
-            w_ptr + row[None, :, None] * D + offs_d[None, None, :],
-            mask=mask_w & mask_d[None, None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        ).to(tl.float32)
-        acc += h * w
-
-    y = tl.sum(acc, axis=1)  # [BLOCK_B, BLOCK_D]
-    out_ptrs = out_ptr + (split.to(tl.int64) * B + token[:, None]) * D + offs_d[None, :]
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask_b[:, None] & mask_d[None, :])
+    if is_last(tickets_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), SPLITS):
+        y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
+        for start in range(0, SPLITS, BLOCK_S):
+            offs_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+            # [BLOCK_S, BLOCK_B, BLOCK_D]
+            parts = tl.load(
+                part_ptr + (offs_s[:, None, None] * B + token[None, :, None]) * D + offs_d[None, None, :],
+                mask=(offs_s < SPLITS)[:, None, None] & mask[None, :, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            y += tl.sum(parts, axis=0)
+        tl.store(y_ptr + token[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B"])
-def _sum_splits_kernel(
-    part_ptr, y_ptr,
-    B, D,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    offs_s = tl.arange(0, BLOCK_S).to(tl.int64)
-    # [BLOCK_S, BLOCK_D]
-    part = tl.load(
-        part_ptr + (offs_s[:, None] * B + token) * D + offs_d[None, :],
-        mask=(offs_s < SPLITS)[:, None] & mask_d[None, :],
-        other=0.0,
-    )
-    y = tl.sum(part, axis=0)
-    tl.store(y_ptr + token * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
-
-
-def _splits(rows_cap: int, programs_per_split: int) -> int:
-    wanted = min(triton.cdiv(_PROGRAMS, programs_per_split), _MAX_SPLITS)
+def _splits(rows_cap: int, tiles: int, programs: int) -> int:
+    wanted = min(triton.cdiv(programs, tiles), _MAX_SPLITS)
     return max(1, min(wanted, rows_cap // _MIN_ROWS_PER_SPLIT))
+
+
+def _check(h, w, idx, count, group, tickets) -> None:
+    if h.dim() != 2 or w.dim() != 2:
+        raise ValueError(f"expected h [B, cap * group] and w [rows, D], got {tuple(h.shape)} and {tuple(w.shape)}")
+    check_gather(idx, count, w, group)
+    if h.shape[1] != idx.numel() * group:
+        raise ValueError(
+            f"h must have cap * group = {idx.numel()} * {group} = {idx.numel() * group} columns, got {h.shape[1]}"
+        )
+    if h.dtype != w.dtype:
+        raise TypeError(f"h and w must share one dtype, got {h.dtype} and {w.dtype}")
+    if tickets is not None and tickets.dtype != torch.int32:
+        raise TypeError(f"tickets must be int32, got {tickets.dtype}")
+    if not all(t.is_contiguous() for t in (h, w, idx)):
+        raise ValueError("h, w and idx must be contiguous; call .contiguous() once at load time, not per step")
 
 
 def gather_down_proj(
@@ -146,52 +202,43 @@ def gather_down_proj(
     count: torch.Tensor,
     group: int = 1,
     skip_zeros: bool = False,
+    out_dtype: torch.dtype | None = None,
+    tickets: torch.Tensor | None = None,
+    config: DownConfig | None = None,
 ) -> torch.Tensor:
     """Return the sum over the kept rows of h[:, n] * w[n]; shapes and limits are in the module docstring.
 
-    Each kept row of `w` is read once for every 16 tokens.
+    Each kept row of `w` is read once for every 16 tokens. `tickets`, of `TICKETS` elements, saves a memset a call;
+    `config` overrides the tuned block sizes. `out_dtype` fp32 leaves a partial result unrounded.
 
     Raises:
-        ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
-        TypeError: h and w of different dtypes, or idx or count not int32.
+        ValueError: wrong shapes, a `group` that does not divide the rows, too few tickets, or tensors that are not
+            contiguous.
+        TypeError: h and w of different dtypes, or idx, count or tickets not int32.
     """
-    if h.dim() != 2 or w.dim() != 2:
-        raise ValueError(f"expected h [B, cap * group] and w [rows, D], got {tuple(h.shape)} and {tuple(w.shape)}")
-    if group < 1 or w.shape[0] % group:
-        raise ValueError(f"group must divide the {w.shape[0]} rows of w, got {group}")
-    if idx.dim() != 1 or count.shape != (1,):
-        raise ValueError(f"expected idx [cap] and count [1], got {tuple(idx.shape)} and {tuple(count.shape)}")
-    if h.shape[1] != idx.numel() * group:
-        raise ValueError(
-            f"h must have cap * group = {idx.numel()} * {group} = {idx.numel() * group} columns, got {h.shape[1]}"
-        )
-    if h.dtype != w.dtype:
-        raise TypeError(f"h and w must share one dtype, got {h.dtype} and {w.dtype}")
-    if idx.dtype != torch.int32 or count.dtype != torch.int32:
-        raise TypeError(f"idx and count must be int32, got {idx.dtype} and {count.dtype}")
-    if not all(t.is_contiguous() for t in (h, w, idx)):
-        raise ValueError("h, w and idx must be contiguous; call .contiguous() once at load time, not per step")
-
+    _check(h, w, idx, count, group, tickets)
     B, D = h.shape[0], w.shape[1]
-    block_b = min(16, triton.next_power_of_2(B))
-    block_n, block_d = _BLOCKS[block_b]
-    block_d = min(block_d, triton.next_power_of_2(D))
-    tiles_d, tiles_b = triton.cdiv(D, block_d), triton.cdiv(B, block_b)
-    splits = _splits(h.shape[1], tiles_d * tiles_b)
-    y = torch.empty(B, D, device=h.device, dtype=h.dtype)
-    part = y if splits == 1 else torch.empty(splits, B, D, device=h.device, dtype=torch.float32)
+    c = config or down_config("gather_down_proj", B, D, h.dtype)
+    tiles_d, tiles_b = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
+    if tickets is None:
+        tickets = torch.zeros(tiles_d * tiles_b, dtype=torch.int32, device=h.device)
+    elif tickets.numel() < tiles_d * tiles_b:
+        raise ValueError(f"y of {[B, D]} takes {tiles_d * tiles_b} tickets, got {tickets.numel()}")
+    splits = _splits(h.shape[1], tiles_d * tiles_b, c.programs)
+    y = torch.empty(B, D, device=h.device, dtype=out_dtype or h.dtype)
+    part = torch.empty(splits, B, D, device=h.device, dtype=torch.float32)
     _gather_down_proj_kernel[(tiles_d, splits, tiles_b)](
-        h, w, idx, count, part,
-        B, D, h.shape[1], splits,
+        h, w, idx, count, part, tickets, y,
+        B, h.shape[1], splits,
+        D=D,
         GROUP=group,
         SKIP_ZEROS=skip_zeros,
-        BLOCK_B=block_b,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
+        BLOCK_B=c.block_b,
+        BLOCK_N=c.block_n,
+        BLOCK_D=c.block_d,
+        BLOCK_S=max(1, min(triton.next_power_of_2(splits), _SUM_ELEMENTS // (c.block_b * c.block_d))),
+        DOT=c.dot,
+        STAGES=c.stages,
+        num_warps=c.warps,
     )  # fmt: skip
-    if splits > 1:
-        block_d = min(_BLOCK_D_REDUCE, triton.next_power_of_2(D))
-        block_s = triton.next_power_of_2(splits)
-        grid = (triton.cdiv(D, block_d), B)
-        _sum_splits_kernel[grid](part, y, B, D, SPLITS=splits, BLOCK_S=block_s, BLOCK_D=block_d)
     return y

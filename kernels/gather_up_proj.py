@@ -2,7 +2,7 @@
 
 Deja Vu (Liu et al. 2023, arXiv:2310.17157) keeps K of the neurons or heads of a block per decode step. Reading only
 their rows cuts the weight traffic, which is what bounds decoding, by the density. A unit is `group` consecutive rows:
-1 for a neuron of fc1, 3 * head_dim for the query, key and value rows of a head.
+1 for a neuron of fc1.
 
 The number of kept units is read from device memory: the grid depends on the capacity alone, so the launch can be
 captured in a CUDA graph and replayed with another count.
@@ -20,6 +20,9 @@ Column s * group + j of y belongs to row idx[s] * group + j of w.
 import torch
 import triton
 import triton.language as tl
+
+from dejavu_ds.kernels.configs import RowsConfig, rows_config
+from dejavu_ds.kernels.tiles import rows_times_rows
 
 
 def take_units(t: torch.Tensor, idx: torch.Tensor, group: int) -> torch.Tensor:
@@ -51,25 +54,20 @@ def gather_up_proj_ref(
     return y
 
 
-# A row is D elements long and read once: wide in D for bandwidth, few rows a program for many loads in flight.
-# The fp32 accumulator holds BLOCK_B * BLOCK_N * BLOCK_D <= 8192 elements, 64 registers a thread of 4 warps.
-# BLOCK_B -> (BLOCK_N, BLOCK_D)
-_BLOCKS = {1: (2, 1024), 2: (2, 1024), 4: (2, 1024), 8: (2, 512), 16: (2, 256)}
-# Enough programs that each has at most one block at usual densities, few enough that idle ones cost nothing.
-_MAX_PROGRAMS = 4096
-
-
 # B and the capacity are not specialised: another batch must not compile again.
 @triton.jit(do_not_specialize=["B", "stride_y_b"])
 def _gather_up_proj_kernel(
     x_ptr, w_ptr, b_ptr, idx_ptr, count_ptr, y_ptr,
-    B, D, stride_y_b,
+    B, stride_y_b,
+    D: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RELU: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     rows = tl.load(count_ptr) * GROUP
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -81,35 +79,23 @@ def _gather_up_proj_kernel(
         mask_n = offs_n < rows
         unit = tl.load(idx_ptr + offs_n // GROUP, mask=mask_n, other=0).to(tl.int64)
         row = unit * GROUP + offs_n % GROUP
-
-        # Summed over D once at the end: a sum across threads in every step would cost more than the products.
-        # All tiles are loaded in the shape of acc, so that no operand changes its layout inside the loop.
-        acc = tl.zeros((BLOCK_B, BLOCK_N, BLOCK_D), dtype=tl.float32)
-        for d in range(0, D, BLOCK_D):
-            offs_d = d + tl.arange(0, BLOCK_D)
-            mask_d = offs_d < D
-            # [1, BLOCK_N, BLOCK_D]; weights stream past the L2 cache, x stays in it
-            w = tl.load(
-                w_ptr + row[None, :, None] * D + offs_d[None, None, :],
-                mask=mask_n[None, :, None] & mask_d[None, None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            ).to(tl.float32)
-            # [BLOCK_B, 1, BLOCK_D]
-            x = tl.load(
-                x_ptr + token[:, None, None] * D + offs_d[None, None, :],
-                mask=mask_b[:, None, None] & mask_d[None, None, :],
-                other=0.0,
-            ).to(tl.float32)
-            acc += x * w
-
-        y = tl.sum(acc, axis=2)  # [BLOCK_B, BLOCK_N]
+        y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
         if HAS_BIAS:
             y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
         if RELU:
             y = tl.where(y < 0.0, 0.0, y)  # not maximum(): a NaN must stay one
         y_ptrs = y_ptr + token[:, None] * stride_y_b + offs_n[None, :]
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_b[:, None] & mask_n[None, :])
+
+
+def check_gather(idx: torch.Tensor, count: torch.Tensor, w: torch.Tensor, group: int) -> None:
+    """ValueError or TypeError unless idx [cap] and count [1] are int32 and `group` divides the rows of `w`."""
+    if group < 1 or w.shape[0] % group:
+        raise ValueError(f"group must divide the {w.shape[0]} rows of w, got {group}")
+    if idx.dim() != 1 or count.shape != (1,):
+        raise ValueError(f"expected idx [cap] and count [1], got {tuple(idx.shape)} and {tuple(count.shape)}")
+    if idx.dtype != torch.int32 or count.dtype != torch.int32:
+        raise TypeError(f"idx and count must be int32, got {idx.dtype} and {count.dtype}")
 
 
 def gather_up_proj(
@@ -120,10 +106,11 @@ def gather_up_proj(
     count: torch.Tensor,
     group: int = 1,
     relu: bool = False,
+    config: RowsConfig | None = None,
 ) -> torch.Tensor:
     """Return x @ w[rows].T + b[rows] for the rows of the kept units; shapes and limits are in the module docstring.
 
-    Each kept row of `w` is read once for every 16 tokens.
+    Each kept row of `w` is read once for every 16 tokens. `config` overrides the tuned block sizes.
 
     Raises:
         ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
@@ -131,33 +118,31 @@ def gather_up_proj(
     """
     if x.dim() != 2 or w.dim() != 2 or w.shape[1] != x.shape[1]:
         raise ValueError(f"expected x [B, D] and w [rows, D] with one D, got {tuple(x.shape)} and {tuple(w.shape)}")
-    if group < 1 or w.shape[0] % group:
-        raise ValueError(f"group must divide the {w.shape[0]} rows of w, got {group}")
+    check_gather(idx, count, w, group)
     if b is not None and b.shape != (w.shape[0],):
         raise ValueError(f"b must be [{w.shape[0]}], one value a row of w, got {tuple(b.shape)}")
-    if idx.dim() != 1 or count.shape != (1,):
-        raise ValueError(f"expected idx [cap] and count [1], got {tuple(idx.shape)} and {tuple(count.shape)}")
     if x.dtype != w.dtype or (b is not None and b.dtype != x.dtype):
         raise TypeError(f"x, w and b must share one dtype, got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}")
-    if idx.dtype != torch.int32 or count.dtype != torch.int32:
-        raise TypeError(f"idx and count must be int32, got {idx.dtype} and {count.dtype}")
     if not all(t.is_contiguous() for t in (x, w, idx) + (() if b is None else (b,))):
         raise ValueError("x, w, b and idx must be contiguous; call .contiguous() once at load time, not per step")
 
     B, D = x.shape
     rows_cap = idx.numel() * group
     y = torch.empty(B, rows_cap, device=x.device, dtype=x.dtype)
-    block_b = min(16, triton.next_power_of_2(B))
-    block_n, block_d = _BLOCKS[block_b]
-    grid = (min(triton.cdiv(rows_cap, block_n), _MAX_PROGRAMS), triton.cdiv(B, block_b))
+    c = config or rows_config("gather_up_proj", B, D, x.dtype)
+    grid = (min(triton.cdiv(rows_cap, c.block_n), c.programs), triton.cdiv(B, c.block_b))
     _gather_up_proj_kernel[grid](
         x, w, b, idx, count, y,
-        B, D, rows_cap,
+        B, rows_cap,
+        D=D,
         GROUP=group,
         HAS_BIAS=b is not None,
         RELU=relu,
-        BLOCK_B=block_b,
-        BLOCK_N=block_n,
-        BLOCK_D=min(block_d, triton.next_power_of_2(D)),
+        BLOCK_B=c.block_b,
+        BLOCK_N=c.block_n,
+        BLOCK_D=c.block_d,
+        DOT=c.dot,
+        STAGES=c.stages,
+        num_warps=c.warps,
     )  # fmt: skip
     return y

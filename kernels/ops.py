@@ -8,25 +8,37 @@ from typing import NamedTuple
 
 import torch
 
+from dejavu_ds.kernels.add_norm import add_norm, add_norm_ref
 from dejavu_ds.kernels.decode_attention import decode_attention, decode_attention_ref
 from dejavu_ds.kernels.gather_down_proj import gather_down_proj, gather_down_proj_ref
+from dejavu_ds.kernels.gather_qkv import gather_qkv, gather_qkv_ref
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj, gather_up_proj_ref
+from dejavu_ds.kernels.predict_select import predict_select, predict_select_ref
 from dejavu_ds.kernels.recover_kv import recover_kv, recover_kv_ref
-from dejavu_ds.kernels.select import select, select_ref
 
 
 class Ops(NamedTuple):
     """One implementation of every operation of a sparse decode step."""
 
-    select: Callable[..., None]
-    gather_up_proj: Callable[..., torch.Tensor]
-    gather_down_proj: Callable[..., torch.Tensor]
+    add_norm: Callable[..., torch.Tensor]
     decode_attention: Callable[..., torch.Tensor]
+    gather_down_proj: Callable[..., torch.Tensor]
+    gather_qkv: Callable[..., torch.Tensor]
+    gather_up_proj: Callable[..., torch.Tensor]
+    predict_select: Callable[..., None]
     recover_kv: Callable[..., None]
 
 
-TRITON = Ops(select, gather_up_proj, gather_down_proj, decode_attention, recover_kv)
-TORCH = Ops(select_ref, gather_up_proj_ref, gather_down_proj_ref, decode_attention_ref, recover_kv_ref)
+TRITON = Ops(add_norm, decode_attention, gather_down_proj, gather_qkv, gather_up_proj, predict_select, recover_kv)
+TORCH = Ops(
+    add_norm_ref,
+    decode_attention_ref,
+    gather_down_proj_ref,
+    gather_qkv_ref,
+    gather_up_proj_ref,
+    predict_select_ref,
+    recover_kv_ref,
+)
 
 
 def ops_for(device: torch.device | str) -> Ops:

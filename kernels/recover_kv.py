@@ -3,27 +3,35 @@
 A head that is not selected writes no keys and values. Deja Vu (Liu et al. 2023, arXiv:2310.17157, section 4.2) keeps
 the attention input of such tokens instead and computes the missing keys and values when the head is next selected.
 What a head misses is one run of positions, so a watermark says it all: positions below watermark[h] have keys and
-values. The inputs live in a ring of W positions, so a head that is about to lose its oldest input is recovered too,
-selected or not ("overdue").
+values. A head that has missed W positions, the window, is recovered too, selected or not ("overdue"), so a ring of the
+last inputs is enough. Short runs of selected heads are left to the kernel that computes their new keys and values,
+which reads the same weights; this one sees to the longer ones.
 
-Call `recover_kv`, then write the input of position t into the ring, then call `advance_watermark`: the ring may be
-written at t only after overdue heads were recovered from the input that stood there.
+The watermark is only read; `decode_attention` moves it at the end of the step. If the ring has room for W + 1
+positions, the input of position t may be written into it before overdue heads are recovered; a ring of W positions
+must be written afterwards.
 
-Shapes (B sequences, H heads, D hidden size, W ring length, T cache capacity):
-    inputs     [B, W, D]            contiguous; normalised attention input of position p at p % W
+Nothing is due at most steps, and a launch is nearly free then: few programs, each of which reads the watermarks once.
+A program computes a tile of a due head's rows for all missing positions, so the weights come from memory once.
+
+Shapes (B sequences, H heads, D hidden size, R ring length, W window, T cache capacity):
+    inputs     [B, R, D]            contiguous, R >= W; normalised attention input of position p at p % R
     w          [H, 3, head_dim, D]  contiguous, dtype of inputs; query, key and value rows of each head
     b          [H, 3, head_dim]     contiguous, or None
     selected   [H]                  bool
-    watermark  [H]                  int32, 0 <= t - watermark <= W for a head whose inputs are all in the ring
+    watermark  [H]                  int32, 0 <= t - watermark <= R for a head whose inputs are all in the ring
     position   [1]                  int32, t, the position being decoded; its own input is not read
     k_cache    [B, H, T, head_dim]  contiguous, dtype of inputs; slots watermark..t-1 of the heads concerned are written
     v_cache    [B, H, T, head_dim]  likewise
-All counts are read from device memory, so the launch can be captured in a CUDA graph and replayed.
+With missing = t - watermark, the heads concerned are the selected ones with missing > longer_than, and all with
+missing >= W. All counts are read from device memory, so the launch can be captured in a CUDA graph and replayed.
 """
 
 import torch
 import triton
 import triton.language as tl
+
+from dejavu_ds.kernels.tiles import dot
 
 
 def recover_kv_ref(
@@ -35,96 +43,122 @@ def recover_kv_ref(
     position: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    window: int,
+    longer_than: int = 0,
 ) -> None:
     """Plain torch twin of `recover_kv`: same arguments, same result, rounded where torch rounds."""
-    W, t = inputs.shape[1], int(position)
+    R, t = inputs.shape[1], int(position)
     missing = t - watermark
-    due = (missing > 0) & (selected | (missing >= W))
+    due = (selected & (missing > longer_than)) | (missing >= window)
     for head in due.nonzero().flatten().tolist():
         first = int(watermark[head])
-        x = inputs[:, torch.arange(first, t, device=inputs.device) % W]  # [B, missing, D]
+        x = inputs[:, torch.arange(first, t, device=inputs.device) % R]  # [B, missing, D]
         for cache, part in ((k_cache, 1), (v_cache, 2)):
             bias = None if b is None else b[head, part]
             cache[:, head, first:t] = torch.nn.functional.linear(x, w[head, part], bias)
 
 
-def advance_watermark(watermark: torch.Tensor, selected: torch.Tensor, position: torch.Tensor, W: int) -> None:
-    """Move `watermark` [H] int32 in place past what the step at `position` [1] int32 has stored.
-
-    A selected head has keys and values up to position t (`selected` [H] bool); an overdue one, whose oldest input the
-    ring of length `W` is about to lose, was recovered up to t - 1; any other is unchanged. Plain torch without a
-    read-back, so it can be captured in a CUDA graph.
-    """
-    recovered = torch.where(position - watermark >= W, position, watermark)
-    watermark.copy_(torch.where(selected, position + 1, recovered))
-
-
-# Runs are short as a rule (a head rests for a few tokens), so few items share a tile; rows and D as in up-projection.
-# The fp32 accumulator holds BLOCK_I * BLOCK_R * BLOCK_D = 8192 elements, 64 registers a thread of 4 warps.
-_BLOCK_I = 4
-_BLOCK_R = 2
-_BLOCK_D = 1024
+# An item is one missing position of one sequence. By bytes an element, (items, columns of D) in a tile: the first for
+# up to so many items, the second for more. All stages fit into 64 KB of shared memory, which leaves room for the
+# kernels that run beside; exact products of fp32 take no tensor cores, so their tiles must fit into registers.
+# Guesses, as are the constants below; they want measuring.
+_TILES = {2: ((16, 256), (64, 128)), 4: ((16, 64), (64, 32))}
+_BLOCK_R = 16
+_STAGES = 4
+_WARPS = 4
+# About one a multiprocessor of an H200.
+_PROGRAMS = 128
 
 
-# Only D, which decides how wide a load can be, is specialised: another batch or cache must not compile again.
-@triton.jit(do_not_specialize=["B", "H", "W", "T"])
-def _recover_kv_kernel(
-    inputs_ptr, w_ptr, b_ptr, selected_ptr, watermark_ptr, position_ptr, k_ptr, v_ptr,
-    B, H, D, W, T,
+@triton.jit
+def _recover_rows(
+    inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr,
+    head, first, items, B, H, R, T,
+    D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    t = tl.load(position_ptr)
-    first = tl.load(watermark_ptr + head)
-    due = (tl.load(selected_ptr + head) != 0) | (t - first >= W)
-    # An item is one missing position of one sequence; all B sequences of a position are neighbours.
-    items = tl.where(due, tl.maximum(t - first, 0) * B, 0)
-
+    """Keys and values of one tile of a head's rows, for all its missing positions from `first` on."""
     offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)  # the key rows of the head, then its value rows
-    mask_r = offs_r < 2 * HEAD_DIM
-    is_key = offs_r < HEAD_DIM
-    row = (head * 3 + 1) * HEAD_DIM + offs_r
+    # Rows and items that overrun the tile repeat the last one: nothing is masked but the stores.
+    row = (head * 3 + 1) * HEAD_DIM + tl.minimum(offs_r, 2 * HEAD_DIM - 1)
     for i in range(0, items, BLOCK_I):
         offs_i = i + tl.arange(0, BLOCK_I)
-        mask_i = offs_i < items
-        batch = (offs_i % B).to(tl.int64)
-        pos = (first + offs_i // B).to(tl.int64)
-        x_row = batch * W + pos % W
-        acc = tl.zeros((BLOCK_I, BLOCK_R, BLOCK_D), dtype=tl.float32)
-        for d in range(0, D, BLOCK_D):
+        item = tl.minimum(offs_i, items - 1)  # all B sequences of a position are neighbours
+        batch = (item % B).to(tl.int64)
+        pos = first + item // B
+        x_row = batch * R + pos % R
+        y = tl.zeros((BLOCK_R, BLOCK_I), dtype=tl.float32)
+        for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
             offs_d = d + tl.arange(0, BLOCK_D)
-            mask_d = offs_d < D
-            # [1, BLOCK_R, BLOCK_D]
-            w = tl.load(
-                w_ptr + row[None, :, None] * D + offs_d[None, None, :],
-                mask=mask_r[None, :, None] & mask_d[None, None, :],
-                other=0.0,
-            ).to(tl.float32)
-            # [BLOCK_I, 1, BLOCK_D]
-            x = tl.load(
-                inputs_ptr + x_row[:, None, None] * D + offs_d[None, None, :],
-                mask=mask_i[:, None, None] & mask_d[None, None, :],
-                other=0.0,
-            ).to(tl.float32)
-            acc += x * w
-        y = tl.sum(acc, axis=2)  # [BLOCK_I, BLOCK_R]
-        if HAS_BIAS:
-            y += tl.load(b_ptr + row, mask=mask_r, other=0.0).to(tl.float32)[None, :]
+            w_ptrs = w_ptr + row[:, None] * D + offs_d[None, :]
+            x_ptrs = inputs_ptr + x_row[:, None] * D + offs_d[None, :]
+            if D % BLOCK_D == 0:
+                w = tl.load(w_ptrs, eviction_policy="evict_first")
+                x = tl.load(x_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=(offs_d < D)[None, :], other=0.0, eviction_policy="evict_first")
+                x = tl.load(x_ptrs, mask=(offs_d < D)[None, :], other=0.0)
+            y = dot(w, tl.trans(x), y)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + row).to(tl.float32)[:, None]
         y = y.to(k_ptr.dtype.element_ty)
-        out = ((batch * H + head) * T + pos)[:, None] * HEAD_DIM + (offs_r % HEAD_DIM)[None, :]
-        mask = mask_i[:, None] & mask_r[None, :]
-        tl.store(k_ptr + out, y, mask=mask & is_key[None, :])
-        tl.store(v_ptr + out, y, mask=mask & (offs_r >= HEAD_DIM)[None, :])
+        out = ((batch * H + head) * T + pos)[None, :] * HEAD_DIM + (offs_r % HEAD_DIM)[:, None]
+        mask_i = (offs_i < items)[None, :]
+        tl.store(k_ptr + out, y, mask=mask_i & (offs_r < HEAD_DIM)[:, None])
+        tl.store(v_ptr + out, y, mask=mask_i & ((offs_r >= HEAD_DIM) & (offs_r < 2 * HEAD_DIM))[:, None])
 
 
-def _check(inputs, w, b, selected, watermark, position, k_cache, v_cache) -> None:
+# D is a size of the model; another batch, ring or cache must not compile again.
+@triton.jit(do_not_specialize=["B", "H", "R", "T", "window", "longer_than"])
+def _recover_kv_kernel(
+    inputs_ptr, w_ptr, b_ptr, selected_ptr, watermark_ptr, position_ptr, k_ptr, v_ptr,
+    B, H, R, T, window, longer_than,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    FEW_I: tl.constexpr,
+    FEW_D: tl.constexpr,
+    MANY_I: tl.constexpr,
+    MANY_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    heads = tl.arange(0, BLOCK_HEADS)
+    mask_h = heads < H
+    selected = tl.load(selected_ptr + heads, mask=mask_h, other=0) != 0
+    watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
+    t = tl.load(position_ptr)
+    missing = t - watermark
+    due = (mask_h & ((selected & (missing > longer_than)) | (missing >= window))).to(tl.int32)
+    place = tl.where(due != 0, tl.cumsum(due, axis=0) - 1, -1)
+    for j in range(tl.program_id(1), tl.sum(due, axis=0), tl.num_programs(1)):
+        head = tl.sum(tl.where(place == j, heads, 0), axis=0).to(tl.int64)
+        first = tl.sum(tl.where(place == j, watermark, 0), axis=0)
+        items = (t - first) * B
+        if items <= FEW_I:
+            _recover_rows(
+                inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, items, B, H, R, T,
+                D, HEAD_DIM, FEW_I, BLOCK_R, FEW_D, STAGES,
+            )  # fmt: skip
+        else:
+            _recover_rows(
+                inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, items, B, H, R, T,
+                D, HEAD_DIM, MANY_I, BLOCK_R, MANY_D, STAGES,
+            )  # fmt: skip
+
+
+def _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window, longer_than) -> None:
     if inputs.dim() != 3:
-        raise ValueError(f"inputs must be [B, W, D], got {tuple(inputs.shape)}")
-    B, _, D = inputs.shape
+        raise ValueError(f"inputs must be [B, R, D], got {tuple(inputs.shape)}")
+    B, R, D = inputs.shape
+    if not 1 <= window <= R:
+        raise ValueError(f"window must lie in 1..{R}, the length of the ring, got {window}")
+    if longer_than < 0:
+        raise ValueError(f"longer_than must be 0 or more, got {longer_than}")
     if w.dim() != 4 or w.shape[1] != 3 or w.shape[3] != D:
         raise ValueError(f"w must be [H, 3, head_dim, {D}], got {tuple(w.shape)}")
     H, _, head_dim, _ = w.shape
@@ -161,24 +195,35 @@ def recover_kv(
     position: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    window: int,
+    longer_than: int = 0,
 ) -> None:
-    """Store the missing keys and values of every head that is selected or overdue; see the module docstring.
+    """Store the missing keys and values of heads with a long run or overdue; see the module docstring.
 
-    The watermark is only read: `advance_watermark` moves it at the end of the step.
+    Args:
+        window: W, positions that a head may miss before it is recovered though not selected.
+        longer_than: shorter runs of selected heads, and runs of this length, are computed elsewhere; 0: none are.
 
     Raises:
-        ValueError: wrong shapes, or tensors that are not contiguous.
+        ValueError: wrong shapes, a window beyond the ring, or tensors that are not contiguous.
         TypeError: wrong or mixed dtypes.
     """
-    _check(inputs, w, b, selected, watermark, position, k_cache, v_cache)
-    B, W, D = inputs.shape
+    _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window, longer_than)
+    B, R, D = inputs.shape
     H, _, head_dim, _ = w.shape
-    _recover_kv_kernel[(triton.cdiv(2 * head_dim, _BLOCK_R), H)](
+    tiles = triton.cdiv(2 * head_dim, _BLOCK_R)
+    (few_i, few_d), (many_i, many_d) = _TILES[w.element_size()]
+    _recover_kv_kernel[(tiles, max(1, min(H, _PROGRAMS // tiles)))](
         inputs, w, b, selected.view(torch.uint8), watermark, position, k_cache, v_cache,
-        B, H, D, W, k_cache.shape[2],
+        B, H, R, k_cache.shape[2], window, longer_than,
+        D=D,
         HEAD_DIM=head_dim,
-        HAS_BIAS=b is not None,
-        BLOCK_I=_BLOCK_I,
+        BLOCK_HEADS=triton.next_power_of_2(H),
         BLOCK_R=_BLOCK_R,
-        BLOCK_D=min(_BLOCK_D, triton.next_power_of_2(D)),
+        FEW_I=few_i,
+        FEW_D=few_d,
+        MANY_I=many_i,
+        MANY_D=many_d,
+        STAGES=_STAGES,
+        num_warps=_WARPS,
     )  # fmt: skip

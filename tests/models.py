@@ -4,7 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from dejavu_ds.checkpoint import bundled_model
-from dejavu_ds.selection import Selection, Selector
+from dejavu_ds.config import SparsityConfig
+from dejavu_ds.selection import Selector
+from dejavu_ds.taps import tap_of
 
 PROMPTS = [
     "The king sat down and",
@@ -71,13 +73,11 @@ class FixedSelector(Selector):
         self.masks = masks
         self.step = 0
 
-    def join(self) -> Selection:
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        self.selection.idx.fill_(2**30)  # beyond the count nothing may be used
         mask = self.masks[min(self.step, len(self.masks) - 1)]
         self.step += 1
-        kept = mask.nonzero().flatten().int()
-        idx = torch.full((mask.numel(),), 2**30, dtype=torch.int32, device=mask.device)
-        idx[: len(kept)] = kept
-        return Selection(idx, torch.tensor([len(kept)], dtype=torch.int32, device=mask.device), mask)
+        return mask.expand(*x.shape[:-1], -1)
 
 
 def fix_selection(engine, heads=None, mlp=None, masked: bool = False, window: int = 16) -> None:
@@ -85,13 +85,13 @@ def fix_selection(engine, heads=None, mlp=None, masked: bool = False, window: in
 
     heads, mlp: function of the layer number that returns a list of masks [N], or None for a dense unit.
     """
-    for i, block in enumerate(engine.blocks):
-        block.attach(
-            heads=None if heads is None else FixedSelector(heads(i)),
-            mlp=None if mlp is None else FixedSelector(mlp(i)),
-            masked=masked,
-            window=window,
-        )
+    selectors = {
+        (unit, i): (FixedSelector(masks(i)), tap_of(unit, i, "none"))
+        for unit, masks in (("heads", heads), ("mlp", mlp))
+        if masks is not None
+        for i in range(len(engine.blocks))
+    }
+    engine.attach(selectors, SparsityConfig(mode="masked" if masked else "gather", recovery_window=window))
 
 
 def decode_logits(engine, ids: torch.Tensor, start: int, mask: torch.Tensor | None = None) -> torch.Tensor:

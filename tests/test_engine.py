@@ -83,7 +83,6 @@ def test_a_refusal_leaves_the_callers_model_alone():
         ({"injection_policy": {torch.nn.Linear: ("x",)}}, "injection_policy"),
         ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject"),
         ({"kernel_inject": True}, "kernel_inject"),
-        ({"enable_cuda_graph": True}, "enable_cuda_graph"),
         ({"checkpoint": "model.json"}, "checkpoint"),
         ({"triangular_masking": False}, "triangular_masking=False would have no effect"),
         ({"ep_size": 4}, "ep_size=4 would have no effect"),
@@ -100,6 +99,12 @@ def test_a_refusal_leaves_the_callers_model_alone():
 def test_refused_keywords(kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         dejavu_ds.init_inference(tiny_opt(), **kwargs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes it")
+def test_a_graph_needs_a_gpu():
+    with pytest.raises(ValueError, match="enable_cuda_graph=True needs a GPU"):
+        dejavu_ds.init_inference(tiny_opt(), enable_cuda_graph=True)
 
 
 def test_heads_that_do_not_divide(monkeypatch):

@@ -140,7 +140,7 @@ def test_memory_of_kept_inputs_does_not_grow_with_the_context(device):
     dense = engine.new_cache(2, 300).nbytes()
     fix_selection(engine, heads=lambda i: [every], window=16)
     extra = engine.new_cache(2, 300).nbytes() - dense
-    assert extra == 3 * 2 * 16 * 60 * 4  # layers, sequences, window, hidden size, bytes
+    assert extra == 3 * 2 * (16 + 1) * 60 * 4  # layers, sequences, window and the new one, hidden size, bytes
     assert engine.new_cache(2, 900).nbytes() - 3 * dense == extra
 
 

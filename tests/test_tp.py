@@ -83,8 +83,11 @@ def test_sparse_tokens_do_not_depend_on_the_size(size, runs):
     for a, b in zip(one["tokens"], many["tokens"], strict=True):
         assert torch.equal(a, b)
     assert torch.equal(one["batch"], many["batch"])
-    for name in ("mlp_density", "head_density", "steps"):
-        assert many["report"][name] == pytest.approx(one["report"][name], rel=1e-9)
+    assert many["report"]["steps"] == one["report"]["steps"]
+    # Sums over ranks are added in another order. A logit that lies on its threshold to the last bit may fall to either
+    # side for that: a few of the run's four million choices.
+    for name in ("mlp_density", "head_density"):
+        assert many["report"][name] == pytest.approx(one["report"][name], rel=1e-5)
     assert one["report"]["head_density"] < 0.95 and one["report"]["mlp_density"] < 0.5
 
 

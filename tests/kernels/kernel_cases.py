@@ -123,7 +123,8 @@ def check_down(op: Callable, case: dict, rounded_once: bool) -> None:
     assert_same_bits(y, again)
 
 
-def make_attention(B, H, T, t, head_dim, count, dtype, device, cap=None, holes=0.3):
+def make_attention(B, H, T, t, head_dim, count, dtype, device, cap=None, holes=0.3, window=0):
+    """With a window, heads may be skipped: each has a watermark, on both sides of where it is overdue."""
     head_idx, kept = pick(H, cap or H, count)
     qkv = torch.randn(B, head_idx.numel(), 3, head_dim)
     qkv[:, count:] = NAN
@@ -133,6 +134,7 @@ def make_attention(B, H, T, t, head_dim, count, dtype, device, cap=None, holes=0
     caches[:, :, :, t:] = NAN
     caches.masked_fill_(~key_mask[None, :, None, :, None], NAN)
     k_cache, v_cache = caches.to(device, dtype)
+    watermark = t - torch.randint(0, window + 2, (H,), dtype=torch.int32)
     return {
         "qkv": qkv.to(device, dtype),
         "k_cache": k_cache.contiguous(),
@@ -142,6 +144,11 @@ def make_attention(B, H, T, t, head_dim, count, dtype, device, cap=None, holes=0
         "position": scalar(t, device),
         "key_mask": key_mask.to(device),
         "scale": head_dim**-0.5,
+        "mask": kept.to(device),
+        "watermark": watermark.to(device) if window else None,
+        "window": window,
+        "recovered_total": torch.full((1,), 2**40, device=device) if window else None,
+        "tickets": torch.zeros(2 * B * head_idx.numel(), dtype=torch.int32, device=device),
     }
 
 
@@ -167,8 +174,11 @@ def attention_truth(case: dict) -> tuple[torch.Tensor, torch.Tensor]:
 def check_attention(op: Callable, case: dict, rounded_once: bool) -> None:
     count, t = int(case["count"]), int(case["position"])
     exact, terms = attention_truth(case)
-    first, second = copy.deepcopy(case), copy.deepcopy(case)
+    first, second = copy.deepcopy(case), copy.deepcopy(case) | {"tickets": None}
     out, again = op(**first), op(**second)
+    assert not first["tickets"].any()
+    check_watermark(case, first)
+    check_watermark(case, second)
     B, cap, _, head_dim = case["qkv"].shape
     assert out.shape == (B, cap, head_dim) and out.dtype == case["qkv"].dtype
     assert_exact(out[:, :count], exact, terms, rounded_once)
@@ -179,13 +189,29 @@ def check_attention(op: Callable, case: dict, rounded_once: bool) -> None:
         assert_same_bits(first[name], expected)
 
 
-def make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device):
+def check_watermark(before: dict, after: dict) -> None:
+    """What the step at t leaves in `watermark` and `recovered_total`, in plain Python."""
+    if before["watermark"] is None:
+        return
+    t, window, recovered, moved = int(before["position"]), before["window"], 0, []
+    for start, kept in zip(before["watermark"].tolist(), before["mask"].tolist(), strict=True):
+        overdue = t - start >= window
+        recovered += t > start and (kept or overdue)
+        moved.append(t + 1 if kept else t if overdue else start)
+    assert after["watermark"].tolist() == moved
+    if before["recovered_total"] is not None:
+        assert after["recovered_total"].item() == before["recovered_total"].item() + recovered
+
+
+def make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device, spare=0, longer_than=0):
+    """The ring is `spare` positions longer than the window W."""
     watermark, selected = torch.tensor(watermark, dtype=torch.int32), torch.tensor(selected)
     missing = t - watermark
-    due = (missing > 0) & (selected | (missing >= W))
-    inputs = torch.full((B, W, D), NAN)
+    due = (selected & (missing > longer_than)) | (missing >= W)
+    R = W + spare
+    inputs = torch.full((B, R, D), NAN)
     for head in due.nonzero().flatten().tolist():
-        positions = torch.arange(int(watermark[head]), t) % W
+        positions = torch.arange(int(watermark[head]), t) % R
         inputs[:, positions] = torch.randn(B, positions.numel(), D)
     w, b = torch.randn(H, 3, head_dim, D) / D**0.5, torch.randn(H, 3, head_dim)
     w[~due], b[~due] = NAN, NAN
@@ -200,11 +226,13 @@ def make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, d
         "position": scalar(t, device),
         "k_cache": cache,
         "v_cache": cache.clone(),
+        "window": W,
+        "longer_than": longer_than,
     }
 
 
 def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
-    W, t = case["inputs"].shape[1], int(case["position"])
+    W, R, t = case["window"], case["inputs"].shape[1], int(case["position"])
     first, second = copy.deepcopy(case), copy.deepcopy(case)
     assert op(**first) is None
     op(**second)
@@ -213,10 +241,10 @@ def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
         assert_same_bits(first[name], second[name])
         untouched = first[name].clone()
         for head, start in enumerate(case["watermark"].tolist()):
-            if start >= t or not (case["selected"][head] or t - start >= W):
+            if t - start < W and not (case["selected"][head] and t - start > case["longer_than"]):
                 continue
             positions = torch.arange(start, t, device=untouched.device)
-            x, w = case["inputs"][:, positions % W].double(), case["w"][head, part].double()
+            x, w = case["inputs"][:, positions % R].double(), case["w"][head, part].double()
             exact, terms = x @ w.T, x.abs() @ w.abs().T
             if case["b"] is not None:
                 b = case["b"][head, part].double()
@@ -226,28 +254,41 @@ def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
         assert_same_bits(untouched, case[name])
 
 
-def make_select(B, N, threshold, live, dtype, device):
-    logits = torch.randn(B, N).to(dtype)
-    where = torch.rand(B, N)
-    logits[where < 0.05] = NAN
-    logits[where > 0.95] = threshold  # not above it
+def make_predict(B, N, r, threshold, live, bias, dtype, device):
+    """Multiples of 1/4, small enough that a sum is the same in any order; some lie on the threshold itself."""
+    wide = torch.full((B, r + 5), NAN)
+    wide[:, 3 : 3 + r] = torch.randint(0, 3, (B, r)).float()
+    w2, b2 = torch.randint(-4, 5, (N, r)) / 4, torch.randint(-4, 5, (N,)) / 4
+    w2[torch.rand(N) < 0.05] = NAN
+    if live is not None:
+        wide[~torch.tensor(live)] = NAN
     return {
-        "logits": logits.to(device),
+        "z": wide.to(device, dtype)[:, 3 : 3 + r],
+        "w2": w2.to(device, dtype),
+        "b2": b2.to(device, dtype) if bias else None,
         "threshold": threshold,
         "live": None if live is None else torch.tensor(live, device=device),
         "idx_out": torch.full((N,), -1, dtype=torch.int32, device=device),
         "count_out": torch.full((1,), -1, dtype=torch.int32, device=device),
         "mask_out": torch.ones(N, dtype=torch.bool, device=device),
+        "kept_total": torch.full((1,), 2**40, device=device),
+        "tickets": torch.zeros(2, dtype=torch.int32, device=device),
     }
 
 
-def check_select(op: Callable, case: dict) -> None:
-    logits = case["logits"].double().tolist()
+def check_predict(op: Callable, case: dict) -> None:
+    logits = case["z"].double() @ case["w2"].double().T
+    if case["b2"] is not None:
+        logits += case["b2"].double()
+    logits = logits.tolist()
     live = [True] * len(logits) if case["live"] is None else case["live"].tolist()
     rows = [row for row, alive in zip(logits, live, strict=True) if alive]
-    kept = [n for n in range(case["logits"].shape[1]) if any(row[n] > case["threshold"] for row in rows)]
-    for _ in range(2):
-        assert op(**case) is None
+    kept = [n for n in range(case["w2"].shape[0]) if any(row[n] > case["threshold"] for row in rows)]
+    for changed in ({}, {"tickets": None}, {"kept_total": None}):
+        before = case["kept_total"].item()
+        assert op(**(case | changed)) is None
         assert case["count_out"].item() == len(kept)
         assert case["idx_out"][: len(kept)].tolist() == kept
         assert case["mask_out"].nonzero().flatten().tolist() == kept
+        assert case["kept_total"].item() - before == (0 if "kept_total" in changed else len(kept))
+        assert not case["tickets"].any()

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from kernel_cases import DTYPES, IMPLEMENTATIONS, check_attention, make_attention
+from kernel_cases import DTYPES, IMPLEMENTATIONS, assert_same_bits, check_attention, make_attention, scalar
 
 from dejavu_ds.kernels import decode_attention as module
 from dejavu_ds.kernels.decode_attention import decode_attention
@@ -26,7 +26,7 @@ def implementation(request):
         (1, 3, 50, 40, 128, 2),
         (17, 3, 12, 7, 5, 1),
         (1, 3, 400, 390, 20, 2),  # several shares of the context
-        (2, 2, 300, 3, 5, 1),  # most shares empty
+        (2, 2, 300, 3, 5, 1),  # one share of many
     ],
 )
 def test_matches_fp64(implementation, B, H, T, t, head_dim, count, dtype, device):
@@ -52,12 +52,53 @@ def test_large_scores_do_not_overflow(implementation, device):
     check_attention(IMPLEMENTATIONS[implementation].decode_attention, case, implementation == "triton")
 
 
-@pytest.mark.parametrize("t", [0, 5, 31, 32, 33, 100, 129])
-def test_shares_of_any_length(t, device, monkeypatch):
-    monkeypatch.setattr(module, "_ONE_SPLIT_T", 0)
-    monkeypatch.setattr(module, "_KEYS_PER_SPLIT", 48)
+@pytest.fixture
+def short_shares(monkeypatch):
+    monkeypatch.setattr(module, "_ONE_SHARE_KEYS", 20)
+    monkeypatch.setattr(module, "_BLOCK_T", {2: 16, 4: 16})
+    monkeypatch.setattr(module, "_MAX_SHARES", 4)
+
+
+@pytest.mark.parametrize("t", [0, 5, 20, 21, 31, 32, 33, 64, 65, 100, 129])
+@pytest.mark.parametrize("programs", [1, 7, 528])
+def test_shares_of_any_length(t, programs, device, monkeypatch, short_shares):
+    monkeypatch.setattr(module, "_MAX_PROGRAMS", programs)
     torch.manual_seed(0)
-    check_attention(decode_attention, make_attention(2, 3, 130, t, 5, 2, torch.float32, device), True)
+    case = make_attention(2, 3, 130, t, 5, 2, torch.float32, device, window=6)
+    check_attention(decode_attention, case, True)
+
+
+@pytest.mark.parametrize("t", [7, 100])
+def test_a_head_does_not_depend_on_its_neighbours(t, device, short_shares):
+    """The same bits alone, in a batch, and in a longer cache."""
+    torch.manual_seed(0)
+    case = make_attention(3, 4, 130, t, 20, 3, torch.float16, device)
+    alone = dict(case)
+    for name in ("qkv", "k_cache", "v_cache", "key_mask"):
+        alone[name] = case[name][1:2].clone()
+    alone["qkv"] = alone["qkv"].roll(-2, dims=1).contiguous()
+    alone["head_idx"] = case["head_idx"].roll(-2)
+    alone["count"] = torch.ones_like(case["count"])
+    for name in ("k_cache", "v_cache"):
+        alone[name] = torch.nn.functional.pad(alone[name], (0, 0, 0, 500))
+    alone["key_mask"] = torch.nn.functional.pad(alone["key_mask"], (0, 500))
+    assert_same_bits(decode_attention(**alone)[0, 0], decode_attention(**case)[1, 2])
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_moves_watermarks(implementation, count, device):
+    torch.manual_seed(0)
+    op = IMPLEMENTATIONS[implementation].decode_attention
+    for window, t in ((1, 0), (8, 10), (8, 150)):
+        case = make_attention(2, 5, 160, t, 5, count, torch.float32, device, window=window)
+        check_attention(op, case, implementation == "triton")
+        check_attention(op, case | {"recovered_total": None}, implementation == "triton")
+
+
+def test_moves_watermarks_without_a_slot(implementation, device):
+    case = make_attention(1, 3, 10, 5, 8, 0, torch.float16, device, window=4)
+    case |= {"qkv": case["qkv"][:, :0], "head_idx": case["head_idx"][:0]}
+    check_attention(IMPLEMENTATIONS[implementation].decode_attention, case, implementation == "triton")
 
 
 def test_fewer_slots_than_heads(implementation, device):
@@ -82,17 +123,52 @@ def test_fewer_slots_than_heads(implementation, device):
         ("position", lambda t: t[0], ValueError, r"position \[1\]"),
         ("key_mask", lambda t: t.int(), TypeError, "bool"),
         ("key_mask", lambda t: t[:, :-1], ValueError, r"key_mask must be \[2, 10\]"),
+        ("mask", lambda t: t.int(), TypeError, "mask bool"),
+        ("mask", lambda t: None, ValueError, r"mask \[4\]"),
+        ("watermark", lambda t: t[:-1], ValueError, r"watermark \[4\]"),
+        ("watermark", lambda t: t.long(), TypeError, "watermark must be int32"),
+        ("watermark", lambda t: None, ValueError, "pass both or neither"),
+        ("window", lambda t: 0, ValueError, "window must be at least 1"),
+        ("recovered_total", lambda t: t.int(), ValueError, r"\[1\] int64"),
+        ("tickets", lambda t: t[:7], ValueError, "tickets must be 8 int32"),
+        ("tickets", lambda t: t.long(), ValueError, "tickets must be 8 int32"),
     ],
 )
 def test_rejects(name, change, error, match, device):
-    case = make_attention(2, 4, 10, 5, 8, 2, torch.float16, device)
+    case = make_attention(2, 4, 10, 5, 8, 2, torch.float16, device, window=3)
     case[name] = change(case[name])
     with pytest.raises(error, match=match):
         decode_attention(**case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("H, t", [(32, 2000), (72, 2047), (72, 500)])
-def test_matches_fp64_at_model_size(H, t, device):
+@pytest.mark.parametrize(
+    "B, H, t, head_dim", [(2, 32, 2000, 128), (2, 72, 2047, 128), (16, 72, 500, 64), (1, 32, 9, 80)]
+)
+def test_matches_fp64_at_model_size(B, H, t, head_dim, device):
     torch.manual_seed(0)
-    check_attention(decode_attention, make_attention(2, H, 2048, t, 128, H // 2, torch.float16, device), True)
+    case = make_attention(B, H, 2048, t, head_dim, H // 2, torch.float16, device, window=64)
+    check_attention(decode_attention, case, True)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_count_and_position(device):
+    torch.manual_seed(0)
+    case = make_attention(2, 12, 600, 599, 64, 12, torch.float16, device, holes=0.0, window=10)
+    case["count"], case["position"] = count, position = scalar(2, device), scalar(400, device)
+    decode_attention(**case)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode_attention(**case)
+    for kept, t in ((2, 400), (12, 450), (0, 3), (1, 599), (12, 0), (5, 130)):
+        count.fill_(kept)
+        position.fill_(t)
+        case["watermark"].copy_(t - torch.randint(0, 12, (12,)))
+        eager = {name: case[name].clone() for name in ("watermark", "recovered_total")}
+        expected = decode_attention(**(case | eager))
+        graph.replay()
+        assert_same_bits(captured[:, :kept], expected[:, :kept])
+        assert torch.equal(case["watermark"], eager["watermark"])
+        assert torch.equal(case["recovered_total"], eager["recovered_total"])
+        assert not case["tickets"].any()

@@ -6,7 +6,7 @@ import kernel_cases as cases
 import pytest
 import torch
 
-from dejavu_ds.kernels import decode_attention, gather_down_proj
+from dejavu_ds.kernels import decode_attention, gather_down_proj, predict_select
 from dejavu_ds.kernels.ops import TRITON
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -20,11 +20,12 @@ WIDTHS = (5, 33, 64)
 HEAD_DIMS = (5, 20, 33)
 
 
-def fuzz_select(rng, dtype, device):
-    B, N = rng.choice(BATCHES), rng.randint(1, 1500)
+def fuzz_predict(rng, dtype, device):
+    B, N, r = rng.choice(BATCHES), rng.randint(1, 300), rng.choice((16, *WIDTHS))
     live = rng.choice([None, [rng.random() < 0.5 for _ in range(B)]])
-    threshold = rng.randint(-8, 12) / 4
-    cases.check_select(TRITON.select, cases.make_select(B, N, threshold, live, dtype, device))
+    threshold = rng.randint(-8, 40) / 4
+    case = cases.make_predict(B, N, r, threshold, live, rng.random() < 0.5, dtype, device)
+    cases.check_predict(TRITON.predict_select, case)
 
 
 def fuzz_up(rng, dtype, device):
@@ -46,11 +47,12 @@ def fuzz_down(rng, dtype, device):
 
 
 def fuzz_attention(rng, dtype, device):
-    T = rng.randint(1, 80)
+    T = rng.randint(1, 150)
     H = rng.randint(1, 4)
     cap = rng.randint(1, H)
     shape = rng.choice((1, 2, 3)), H, T, rng.randrange(T), rng.choice(HEAD_DIMS), rng.randint(0, cap)
-    case = cases.make_attention(*shape, dtype, device, cap=cap, holes=rng.choice((0.0, 0.3, 0.9)))
+    holes, window = rng.choice((0.0, 0.3, 0.9)), rng.choice((0, 1, 5))
+    case = cases.make_attention(*shape, dtype, device, cap=cap, holes=holes, window=window)
     cases.check_attention(TRITON.decode_attention, case, True)
 
 
@@ -60,7 +62,8 @@ def fuzz_recover(rng, dtype, device):
     watermark = [max(0, t - rng.randint(0, W)) for _ in range(H)]
     selected = [rng.random() < 0.5 for _ in range(H)]
     sizes = B, W, D, H, rng.choice((5, 8)), 13, t, watermark, selected
-    case = cases.make_recover(*sizes, rng.random() < 0.5, dtype, device)
+    bias, spare, longer_than = rng.random() < 0.5, rng.randint(0, 2), rng.randint(0, 3)
+    case = cases.make_recover(*sizes, bias, dtype, device, spare=spare, longer_than=longer_than)
     cases.check_recover(TRITON.recover_kv, case, True)
 
 
@@ -68,15 +71,18 @@ def run_case(seed: int, device: str) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = rng.choice(list(cases.DTYPES.values()))
-    rng.choice([fuzz_select, fuzz_up, fuzz_down, fuzz_attention, fuzz_recover])(rng, dtype, device)
+    rng.choice([fuzz_predict, fuzz_up, fuzz_down, fuzz_attention, fuzz_recover])(rng, dtype, device)
 
 
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch):
     """Small cases split their work as large ones do."""
     monkeypatch.setattr(gather_down_proj, "_MIN_ROWS_PER_SPLIT", 16)
-    monkeypatch.setattr(decode_attention, "_ONE_SPLIT_T", 40)
-    monkeypatch.setattr(decode_attention, "_KEYS_PER_SPLIT", 40)
+    monkeypatch.setattr(decode_attention, "_ONE_SHARE_KEYS", 20)
+    monkeypatch.setattr(decode_attention, "_BLOCK_T", {2: 16, 4: 16})
+    monkeypatch.setattr(decode_attention, "_MAX_SHARES", 4)
+    monkeypatch.setattr(predict_select, "_BLOCK_N", 16)
+    monkeypatch.setattr(predict_select, "_LIST_BLOCKS", 4)
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))

@@ -1,9 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 from helpers import assert_as_accurate
 from kernel_cases import DTYPES, IMPLEMENTATIONS, check_up, make_up
 
-from dejavu_ds.kernels import gather_up_proj as module
+from dejavu_ds.kernels.configs import rows_config
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -47,10 +49,12 @@ def test_every_unit_in_order(implementation, device):
     check_up(IMPLEMENTATIONS[implementation].gather_up_proj, case, implementation == "triton")
 
 
-def test_a_program_takes_several_blocks(device, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_PROGRAMS", 3)
+@pytest.mark.parametrize("B", [2, 6])
+def test_a_program_takes_several_blocks(B, device):
     torch.manual_seed(0)
-    check_up(gather_up_proj, make_up(2, 33, 40, 23, 1, True, True, torch.float32, device), True)
+    config = rows_config("gather_up_proj", B, 33, torch.float32)._replace(programs=3)
+    case = make_up(B, 33, 120, 103, 1, True, True, torch.float32, device)
+    check_up(partial(gather_up_proj, config=config), case, True)
 
 
 def test_relu_keeps_nan(implementation, device):

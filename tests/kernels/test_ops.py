@@ -35,14 +35,15 @@ def test_keeping_the_active_neurons_is_the_dense_mlp(ops, device):
     B, D, F = 3, 33, 90
     x = torch.randn(B, D, device=device)
     fc1, bias, fc2 = torch.randn(F, D, device=device), torch.randn(F, device=device), torch.randn(F, D, device=device)
-    logits = x @ fc1.T + bias
+    logits = x @ fc1.T + bias  # of a predictor whose first layer is the identity
     dense = torch.relu(x.double() @ fc1.double().T + bias.double()) @ fc2.double()
     idle = (logits <= 0).all(dim=0)
+    w2, b2 = fc1.clone(), bias.clone()
     fc1[idle], bias[idle], fc2[idle] = NAN, NAN, NAN
     idx = torch.empty(F, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     mask = torch.empty(F, dtype=torch.bool, device=device)
-    ops.select(logits, 0.0, None, idx, count, mask)
+    ops.predict_select(x, w2, b2, 0.0, None, idx, count, mask)
     h = ops.gather_up_proj(x, fc1, bias, idx, count, relu=True)
     y = ops.gather_down_proj(h, fc2, idx, count, skip_zeros=True)
     torch.testing.assert_close(y.double(), dense, rtol=1e-4, atol=1e-3)

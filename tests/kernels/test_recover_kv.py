@@ -1,8 +1,17 @@
 import pytest
 import torch
-from kernel_cases import DTYPES, IMPLEMENTATIONS, assert_exact, check_recover, make_recover, scalar
+from kernel_cases import (
+    DTYPES,
+    IMPLEMENTATIONS,
+    assert_exact,
+    assert_same_bits,
+    check_recover,
+    make_recover,
+    scalar,
+)
 
-from dejavu_ds.kernels.recover_kv import advance_watermark, recover_kv
+from dejavu_ds.kernels import recover_kv as module
+from dejavu_ds.kernels.recover_kv import recover_kv
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
 
@@ -22,6 +31,7 @@ def implementation(request):
         (5, 16, 20, 3, 5, 40, 31, [20, 31, 29], [True, False, True], True),  # the ring wraps
         (1, 8, 257, 1, 33, 10, 5, [5], [True], True),  # nothing missing
         (17, 3, 20, 2, 5, 10, 6, [5, 4], [True, False], True),
+        (3, 40, 24, 2, 20, 60, 50, [10, 25], [False, True], True),  # many items, in two tiles
         (1, 4, 768, 2, 8, 6, 2, [1, 1], [False, True], True),
     ],
 )
@@ -31,15 +41,30 @@ def test_matches_fp64(implementation, B, W, D, H, head_dim, T, t, watermark, sel
     check_recover(IMPLEMENTATIONS[implementation].recover_kv, case, implementation == "triton")
 
 
-def test_watermark_advances(device):
-    watermark = torch.tensor([9, 4, 6, 2, 10], dtype=torch.int32, device=device)
-    selected = torch.tensor([True, True, False, False, False], device=device)
-    advance_watermark(watermark, selected, scalar(10, device), W=8)
-    # selected: past t; two that rest keep theirs; the overdue one (2) was recovered up to t - 1
-    assert watermark.tolist() == [11, 11, 6, 10, 10]
+@pytest.mark.parametrize("longer_than", [0, 2, 9])
+@pytest.mark.parametrize("spare", [0, 1, 3])
+def test_leaves_short_runs(implementation, longer_than, spare, device):
+    """Runs of every length up to the window, selected or not, in a ring as long as the window or longer."""
+    torch.manual_seed(0)
+    t, W = 30, 8
+    watermark = [t - missing for missing in range(W + 1) for _ in (0, 1)]
+    sizes = 2, W, 20, len(watermark), 5, 40, t, watermark, [True, False] * (W + 1)
+    case = make_recover(*sizes, True, torch.float32, device, spare=spare, longer_than=longer_than)
+    check_recover(IMPLEMENTATIONS[implementation].recover_kv, case, implementation == "triton")
 
 
-def test_heads_that_take_turns_have_all_keys(implementation, device):
+@pytest.mark.parametrize("programs", [1, 5])
+def test_few_programs_see_to_many_heads(programs, device, monkeypatch):
+    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    torch.manual_seed(0)
+    case = make_recover(
+        2, 4, 20, 7, 5, 20, 9, [5, 6, 9, 7, 5, 8, 9], [h % 2 == 0 for h in range(7)], True, torch.float16, device
+    )
+    check_recover(recover_kv, case, True)
+
+
+@pytest.mark.parametrize("longer_than, spare", [(0, 0), (0, 1), (2, 1)])
+def test_heads_that_take_turns_have_all_keys(implementation, longer_than, spare, device):
     """Two sets of heads alternate and one head is never selected; at each step what a selected head attends to
     equals computing its keys and values at every position."""
     torch.manual_seed(0)
@@ -49,7 +74,7 @@ def test_heads_that_take_turns_have_all_keys(implementation, device):
     w, b = torch.randn(H, 3, head_dim, D, device=device) / D**0.5, torch.randn(H, 3, head_dim, device=device)
     every = torch.einsum("tbd,hcnd->cbhtn", x.double(), w.double()) + b.double().permute(1, 0, 2)[:, None, :, None]
     terms = torch.einsum("tbd,hcnd->cbhtn", x.double().abs(), w.double().abs()) + b.double().abs().max()
-    ring = torch.full((B, W, D), float("nan"), device=device)
+    ring = torch.full((B, W + spare, D), float("nan"), device=device)
     k_cache = torch.full((B, H, steps, head_dim), float("nan"), device=device)
     v_cache = k_cache.clone()
     key_mask = torch.ones(B, steps, dtype=torch.bool, device=device)
@@ -61,12 +86,19 @@ def test_heads_that_take_turns_have_all_keys(implementation, device):
         selected[heads] = True
         head_idx = torch.tensor([*heads, 4, 4, 4], dtype=torch.int32, device=device)
         count = scalar(2, device)
-        ops.recover_kv(ring, w, b, selected, watermark, position, k_cache, v_cache)
-        ring[:, t % W] = x[t]
+        if spare:
+            ring[:, t % (W + spare)] = x[t]
+        ops.recover_kv(ring, w, b, selected, watermark, position, k_cache, v_cache, W, longer_than)
+        if not spare:
+            ring[:, t % W] = x[t]
+        for head in heads:  # what is left to the kernel that computes the new keys and values
+            start = int(watermark[head])
+            if 0 < t - start <= longer_than:
+                k_cache[:, head, start:t], v_cache[:, head, start:t] = every[1:, :, head, start:t].float()
         qkv = ops.gather_up_proj(x[t], w.flatten(0, 2), b.flatten(), head_idx, count, group=3 * head_dim)
         qkv = qkv.view(B, H, 3, head_dim)
-        out = ops.decode_attention(qkv, k_cache, v_cache, head_idx, count, position, key_mask, 1.0)
-        advance_watermark(watermark, selected, position, W)
+        caches = k_cache, v_cache, head_idx, count, position, key_mask
+        out = ops.decode_attention(qkv, *caches, 1.0, mask=selected, watermark=watermark, window=W)
         q, k, v = every[0, :, heads, t], every[1, :, heads, : t + 1], every[2, :, heads, : t + 1]
         exact = ((k @ q[..., None]).squeeze(-1).softmax(-1)[:, :, None] @ v).squeeze(2)
         torch.testing.assert_close(out[:, :2].double(), exact, rtol=1e-4, atol=1e-5)
@@ -80,7 +112,7 @@ def test_heads_that_take_turns_have_all_keys(implementation, device):
     "name, change, error, match",
     [
         ("inputs", lambda t: t.float(), TypeError, "share one dtype"),
-        ("inputs", lambda t: t[0], ValueError, r"\[B, W, D\]"),
+        ("inputs", lambda t: t[0], ValueError, r"\[B, R, D\]"),
         ("inputs", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "contiguous"),
         ("w", lambda t: t[..., :-1], ValueError, r"w must be \[H, 3, head_dim, 16\]"),
         ("b", lambda t: t[:-1], ValueError, r"b must be \[3, 3, 8\]"),
@@ -90,6 +122,8 @@ def test_heads_that_take_turns_have_all_keys(implementation, device):
         ("watermark", lambda t: t[:-1], ValueError, r"watermark \[3\]"),
         ("position", lambda t: t.long(), TypeError, "int32"),
         ("k_cache", lambda t: t[:, :-1], ValueError, "k_cache and v_cache"),
+        ("window", lambda t: 5, ValueError, r"window must lie in 1..4"),
+        ("longer_than", lambda t: -1, ValueError, "longer_than must be 0 or more"),
         ("v_cache", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "contiguous"),
     ],
 )
@@ -101,11 +135,33 @@ def test_rejects(name, change, error, match, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D, H", [(4096, 32), (9216, 72)])
+@pytest.mark.parametrize("D, H", [(4096, 32), (9216, 72), (2560, 32)])
 def test_matches_fp64_at_model_size(D, H, device):
     torch.manual_seed(0)
     t, W = 2000, 64
     watermark = [t - W if h % 16 == 0 else t - h % 5 for h in range(H)]
     selected = [h % 2 == 0 for h in range(H)]
-    case = make_recover(2, W, D, H, 128, 2048, t, watermark, selected, True, torch.float16, device)
+    case = make_recover(2, W, D, H, 128, 2048, t, watermark, selected, True, torch.float16, device, 1, 1)
     check_recover(recover_kv, case, True)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_watermarks(device):
+    torch.manual_seed(0)
+    B, W, D, H, head_dim, T = 2, 16, 256, 8, 64, 200
+    case = make_recover(B, W, D, H, head_dim, T, 100, [84] * H, [True] * H, True, torch.float16, device, 1, 2)
+    case["inputs"].normal_()  # any position may be asked for
+    recover_kv(**case)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recover_kv(**case)
+    for t in (0, 5, 100, 150):
+        case["position"].fill_(t)
+        case["watermark"].copy_((t - torch.randint(0, W + 1, (H,))).clamp(min=0))
+        case["selected"].copy_(torch.rand(H) < 0.5)
+        caches = {name: case[name].fill_(float("nan")).clone() for name in ("k_cache", "v_cache")}
+        recover_kv(**(case | caches))
+        graph.replay()
+        for name, eager in caches.items():
+            assert_same_bits(case[name], eager)

@@ -1,0 +1,111 @@
+"""Generation in which nothing but the tokens leaves the device between two steps.
+
+It serves greedy search and plain sampling that ends at a length or an end-of-sequence token, which is most of what is
+asked for. What must look at the text so far, or at the scores, goes through the loop in `dejavu_ds.generation`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from dejavu_ds.cache import DejaVuCache
+from dejavu_ds.collectives import TensorParallel
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from dejavu_ds.engine import DejaVuEngine
+
+# Functions of the scores alone, without a question to the device.
+_PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+class TokenChooser:
+    """From logits to the next tokens, on the device, so that it can be captured in a CUDA graph.
+
+    Args:
+        processors: of the kinds that `fits` accepts.
+        criteria: likewise.
+        do_sample: draw from the distribution in place of its maximum.
+        pad: [] int64, what finished sequences go on with; None: they go on generating.
+        tp: the ranks must draw the same.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        do_sample: bool,
+        pad: torch.Tensor | None,
+        tp: TensorParallel,
+    ) -> None:
+        self._processors, self._do_sample, self._pad, self._tp = processors, do_sample, pad, tp
+        eos = [criterion.eos_token_id.flatten() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        self._eos = torch.cat(eos) if eos else None
+
+    @staticmethod
+    def fits(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+        """Whether these can be honoured on the device."""
+        return all(type(p) in _PROCESSORS for p in processors) and all(
+            type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria
+        )
+
+    def key(self) -> str:
+        """Two choosers of one key do the same."""
+        eos = None if self._eos is None else self._eos.tolist()
+        pad = None if self._pad is None else int(self._pad)
+        return repr(
+            ([(type(p).__name__, sorted(vars(p).items())) for p in self._processors], self._do_sample, eos, pad)
+        )
+
+    def __call__(self, logits: torch.Tensor, cache: DejaVuCache) -> torch.Tensor:
+        """Put the next tokens into the cache, and who is still live; [B + 1] int64: the tokens, and whether any is."""
+        scores = self._processors(cache.tokens[:, None], logits.float())
+        if self._do_sample:
+            # The ranks hold the same scores, but draw from generators of their own: rank 0 decides.
+            tokens = self._tp.broadcast(torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1))
+        else:
+            tokens = scores.argmax(-1)
+        if self._pad is not None:
+            tokens = torch.where(cache.live, tokens, self._pad)
+        cache.tokens.copy_(tokens)
+        if self._eos is not None:
+            cache.live.logical_and_((tokens[:, None] != self._eos).all(1))
+        return torch.cat([tokens, cache.live.any()[None].long()])
+
+
+def generate_tokens(
+    engine: "DejaVuEngine",
+    cache: DejaVuCache,
+    logits: torch.Tensor,
+    chooser: TokenChooser,
+    new_tokens: int,
+    streamer: "BaseStreamer | None" = None,
+) -> torch.Tensor:
+    """Up to `new_tokens` tokens for every sequence of a prefilled cache, after the prompt's logits [B, V].
+
+    Returns:
+        [B, n] int64 on the engine's device; n is less if every sequence has ended.
+    """
+    choose = engine.runner.chooser(cache, chooser)
+    made = []
+    outcome = chooser(logits, cache)
+    while True:
+        *tokens, any_live = outcome.tolist()
+        made.append(tokens)
+        if streamer is not None:
+            streamer.put(torch.tensor(tokens))
+        if len(made) == new_tokens or not any_live:
+            break
+        engine.runner.step(cache)
+        outcome = choose()
+    return torch.tensor(made, device=engine.device).T

@@ -1,0 +1,82 @@
+"""Block sizes of the kernels: a rule for any shape, and what was measured to be faster for some.
+
+A configuration changes the time of a launch and the order in which it adds, nothing else. It follows from the shapes
+alone, so that the same call gives the same bits. `TUNED` is written by a measurement (docs/performance.md says how).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from dejavu_ds.kernels.tiles import row_block
+
+# From this many tokens on, multiply-adds cannot keep up with memory and tensor cores are used.
+_DOT_FROM = 5
+_DOT_TOKENS = 16
+
+
+class RowsConfig(NamedTuple):
+    """Of a kernel whose program takes whole rows: gather_up_proj, gather_qkv.
+
+    block_b, block_n, block_d  tokens, rows and columns in a tile
+    dot       tensor cores, for which block_b and block_n are at least 16
+    stages    of the pipeline that loads tiles for them
+    warps     of a program
+    programs  at most, along the rows
+    """
+
+    block_b: int
+    block_n: int
+    block_d: int
+    dot: bool = False
+    stages: int = 1
+    warps: int = 4
+    programs: int = 4096
+
+
+class DownConfig(NamedTuple):
+    """Of gather_down_proj, whose program takes a share of the rows and `block_d` columns of each.
+
+    programs  wanted in all; the rows are split into as many shares as this takes
+    """
+
+    block_b: int
+    block_n: int
+    block_d: int
+    dot: bool = False
+    stages: int = 1
+    warps: int = 4
+    programs: int = 528
+
+
+TUNED: dict[tuple[str, int, int], RowsConfig | DownConfig] = {}
+"""{(kernel, block_b, D): configuration}, 16-bit; measured on an H200."""
+
+
+def token_block(B: int) -> tuple[int, bool]:
+    """Tokens in a tile for a batch of B, and whether tensor cores multiply them."""
+    return (_DOT_TOKENS, True) if B >= _DOT_FROM else (triton.next_power_of_2(B), False)
+
+
+def rows_config(kernel: str, B: int, D: int, dtype: torch.dtype) -> RowsConfig:
+    """For B tokens and rows of D elements."""
+    block_b, dot = token_block(B)
+    tuned = TUNED.get((kernel, block_b, D)) if dtype.itemsize == 2 else None
+    if tuned is not None:
+        return tuned
+    if dot:
+        return RowsConfig(block_b, 16, row_block(D, 256), True, stages=4, programs=1024)
+    # The fp32 accumulator holds block_b * block_n * block_d <= 8192 elements, 64 registers a thread of 4 warps.
+    return RowsConfig(block_b, 2, row_block(D, 1024))
+
+
+def down_config(kernel: str, B: int, D: int, dtype: torch.dtype) -> DownConfig:
+    """For B tokens and rows of D elements."""
+    block_b, dot = token_block(B)
+    tuned = TUNED.get((kernel, block_b, D)) if dtype.itemsize == 2 else None
+    if tuned is not None:
+        return tuned
+    if dot:
+        return DownConfig(block_b, 32, row_block(D, 128), True, stages=4)
+    return DownConfig(block_b, 16 // block_b, row_block(D, 512))

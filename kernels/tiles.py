@@ -1,0 +1,94 @@
+"""What the kernels share: products of rows, layer norms, and the wait for the last program."""
+
+import triton
+import triton.language as tl
+
+
+def row_block(D: int, most: int) -> int:
+    """Widest power of 2 up to `most` that divides D, so that rows of D elements need no mask; else one that covers."""
+    block = most
+    while block > 1 and D % block:
+        block //= 2
+    # Narrow tiles waste more than masked ones.
+    return block if block >= min(most, 128) else min(most, triton.next_power_of_2(D))
+
+
+# Triton's interpreter multiplies the bit patterns of bf16 in a dot.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b in fp32; exact products of fp32 inputs, not TF32."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rows_times_rows(
+    x_ptr, x_row, mask_x, w_ptr, w_row, mask_w,
+    D: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_X, BLOCK_W] fp32: rows `x_row` of x [., D] times rows `w_row` of w [., D], both int64.
+
+    DOT takes tensor cores (BLOCK_X and BLOCK_W of at least 16), for more tokens than multiply-adds can keep up with.
+    """
+    if DOT:
+        y = tl.zeros((BLOCK_X, BLOCK_W), dtype=tl.float32)
+        for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+            offs_d = d + tl.arange(0, BLOCK_D)
+            mask_x_tile = mask_x[:, None]
+            mask_w_tile = mask_w[:, None]
+            if D % BLOCK_D != 0:
+                mask_x_tile = mask_x_tile & (offs_d < D)[None, :]
+                mask_w_tile = mask_w_tile & (offs_d < D)[None, :]
+            w = tl.load(w_ptr + w_row[:, None] * D + offs_d[None, :], mask=mask_w_tile, other=0.0)
+            x = tl.load(x_ptr + x_row[:, None] * D + offs_d[None, :], mask=mask_x_tile, other=0.0)
+            y = dot(x, tl.trans(w), y)
+    else:
+        # Summed over D once at the end: a sum across threads in every step would cost more than the products. All
+        # tiles are loaded in the shape of acc, so that no operand changes its layout. Unrolled, so that the loads of
+        # several tiles are in flight at once.
+        acc = tl.zeros((BLOCK_X, BLOCK_W, BLOCK_D), dtype=tl.float32)
+        for d in tl.static_range(0, D, BLOCK_D):
+            offs_d = d + tl.arange(0, BLOCK_D)
+            mask_x_tile = mask_x[:, None, None]
+            mask_w_tile = mask_w[None, :, None]
+            if D % BLOCK_D != 0:
+                mask_x_tile = mask_x_tile & (offs_d < D)[None, None, :]
+                mask_w_tile = mask_w_tile & (offs_d < D)[None, None, :]
+            # [1, BLOCK_W, BLOCK_D]; weights pass through the L1 cache, x stays in it
+            w = tl.load(
+                w_ptr + w_row[None, :, None] * D + offs_d[None, None, :],
+                mask=mask_w_tile,
+                other=0.0,
+                eviction_policy="evict_first",
+            ).to(tl.float32)
+            # [BLOCK_X, 1, BLOCK_D]
+            x = tl.load(x_ptr + x_row[:, None, None] * D + offs_d[None, None, :], mask=mask_x_tile, other=0.0).to(
+                tl.float32
+            )
+            acc += x * w
+        y = tl.sum(acc, axis=2)
+    return y
+
+
+@triton.jit
+def is_last(ticket_ptr, programs):
+    """Whether this is the last of `programs` programs to come here; the counter is left at zero for the next launch.
+
+    What the others stored before is then to be seen, by loads that do not stop at this multiprocessor's own cache
+    (cache_modifier=".cg").
+    """
+    tl.debug_barrier()  # all threads' stores, before the one thread that takes the ticket
+    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(ticket_ptr, 0)
+    return last

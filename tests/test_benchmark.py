@@ -284,7 +284,8 @@ def test_kernels(tmp_path):
         tmp_path, "kernels", "--shape", TINY, f"{TINY}/2", "--dtype", "fp32", "--contexts", "32", "--steps", "2"
     )["rows"]
     assert all(tuple(row)[: len(KEYS)] == KEYS for row in rows)
-    pairs = {"gather_up_proj", "gather_down_proj", "sparse_mlp", "qkv", "out_proj", "decode_attention", "select"}
+    pairs = {"gather_up_proj", "gather_down_proj", "sparse_mlp", "gather_qkv", "out_proj", "decode_attention"}
+    pairs |= {"predict_select", "add_norm"}
     for tp in (1, 2):
         of_rank = [row for row in rows if row["tp"] == tp]
         assert {row["kernel"] for row in of_rank if row["system"] == "dense"} == pairs
@@ -293,7 +294,7 @@ def test_kernels(tmp_path):
         kept = round(0.15 * 256 / tp)
         assert up["read_bytes"] == kept * (64 + 1) * 4 and up["sizes"] == f"64x{256 // tp}"
         assert up["mlp_density"] == kept / (256 / tp)
-        (dense,) = (row for row in of_rank if (row["kernel"], row["system"]) == ("qkv", "dense"))
+        (dense,) = (row for row in of_rank if (row["kernel"], row["system"]) == ("gather_qkv", "dense"))
         assert dense["read_bytes"] == 3 * 64 // tp * (64 + 1) * 4
 
 
@@ -340,8 +341,9 @@ def test_two_ranks(tmp_path):
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     rows = json.loads(out.read_text())["rows"]
     assert [row["system"] for row in rows if "kernel" not in row] == ["deepspeed", "dense", "sparse"]
-    (reduce,) = (row for row in rows if "kernel" in row)
-    assert reduce["kernel"] == "all_reduce" and reduce["read_bytes"] == 64 * 4
+    sums = [row for row in rows if "kernel" in row]
+    assert [row["system"] for row in sums] == ["dense", "deepspeed"]
+    assert all(row["kernel"] == "all_reduce" and row["read_bytes"] == 64 * 4 for row in sums)
     for row in rows:
         assert row["tp"] == 2 and row["ms_median"] > 0
     (sparse,) = (row for row in rows if row["system"] == "sparse")

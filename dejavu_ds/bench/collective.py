@@ -1,4 +1,4 @@
-"""One all-reduce of a token's activations, of which a decode step has two a layer."""
+"""One sum over the ranks of a token's activations, of which a decode step has two a layer."""
 
 from typing import Any
 
@@ -12,27 +12,33 @@ _CALLS = 64
 
 
 def all_reduce_rows(source: Source, benchmark: str, batches: list[int], repeats: int) -> list[dict[str, Any]]:
-    """A row for each batch size, through the engine's own collective. Call on every rank.
+    """Two rows for each batch size: the engine's way, and DeepSpeed's all-reduce. Call on every rank.
 
-    On a GPU the calls are replayed in a CUDA graph, as in a step.
+    On a GPU the calls are replayed in a CUDA graph, as in a step. The engine's sums are of fp32 partial results.
     """
     tp, rows = source.engine().tp, []
     for batch in batches:
-        x = torch.zeros(batch, source.shape.hidden, dtype=source.dtype, device=source.device)
-        row = make_row(
-            benchmark=benchmark,
-            shape=source.shape.name,
-            system="dense",
-            tp=source.tp,
-            batch=batch,
-            dtype=str(source.dtype).removeprefix("torch."),
-            kernel="all_reduce",
-            read_bytes=x.nbytes,
-        )
-        try:
-            row |= spread(time_rotated([lambda x=x: tp.all_reduce(x)] * _CALLS, repeats, source.device))
-            row["peak_bytes"] = peak_bytes(source.device)
-        except Exception as problem:
-            row["error"] = one_line(problem)
-        rows.append(row)
+        shape = batch, source.shape.hidden
+        for system, call, dtype in (
+            ("dense", tp.sum_partial, torch.float32),
+            ("deepspeed", tp.all_reduce, source.dtype),
+        ):
+            x = torch.zeros(shape, dtype=dtype, device=source.device)
+            row = make_row(
+                benchmark=benchmark,
+                shape=source.shape.name,
+                system=system,
+                tp=source.tp,
+                batch=batch,
+                dtype=str(dtype).removeprefix("torch."),
+                kernel="all_reduce",
+                read_bytes=x.nbytes,
+            )
+            try:
+                calls = [lambda x=x, call=call: call(x)] * _CALLS
+                row |= spread(time_rotated(calls, repeats, source.device))
+                row["peak_bytes"] = peak_bytes(source.device)
+            except Exception as problem:
+                row["error"] = one_line(problem)
+            rows.append(row)
     return rows

@@ -226,6 +226,9 @@ def _traffic(plan: Plan, system: System, load: Load, ms: float) -> dict[str, Any
     source = plan.source
     kept, ranks, active = {"mlp_density": 1.0, "head_density": 1.0}, {}, 1.0
     extra = {}
+    if isinstance(system, Ours) and source.checkpoint is None:
+        # Dense or sparse, a row of fc2 is skipped when all sequences leave its neuron at zero.
+        active = union_density(source.active_share, load.batch)
     if isinstance(system, Sparse):
         report = system.engine.stats.report()
         kept = {"mlp_density": report.mlp_density, "head_density": report.head_density}
@@ -235,9 +238,6 @@ def _traffic(plan: Plan, system: System, load: Load, ms: float) -> dict[str, Any
             asked = {"mlp": plan.mlp_density, "heads": plan.head_density}
             ranks = {unit: plan.ranks[unit] for unit in asked if union_density(asked[unit], load.batch) < 1}
             extra |= {f"{unit}_rank": rank for unit, rank in ranks.items()}
-        if source.checkpoint is None:
-            # A row of fc2 is skipped when all sequences leave its neuron at zero.
-            active = union_density(source.active_share, load.batch)
     nbytes = step_bytes(
         source.shape,
         source.dtype.itemsize,

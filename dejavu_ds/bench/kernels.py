@@ -12,19 +12,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dejavu_ds.attention import SHORT_RUN
+from dejavu_ds.bench.random_predictors import default_ranks
 from dejavu_ds.bench.results import make_row
 from dejavu_ds.bench.shapes import Shape
 from dejavu_ds.bench.timing import peak_bytes, reset_peak, spread, time_rotated
 from dejavu_ds.bench.traffic import check_memory, free_bytes
+from dejavu_ds.kernels.add_norm import Norm
+from dejavu_ds.kernels.gather_down_proj import TICKETS
 from dejavu_ds.kernels.ops import ops_for
 
 _STD = 0.02
 _MAX_BUFFERS = 16
 # The L2 cache of an H200, in bytes; more than a CPU's share of its last one, as a rule.
 _CACHE = 50 * 2**20
-_RING = 128
-# Tokens that a head has missed when it is next selected: at density .5 one on average, if it were by chance.
-_MISSED = 1
+_WINDOW = 128
+# The shortest run of missed tokens that is left to recover_kv.
+_MISSED = SHORT_RUN + 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,10 @@ class Layer:
 
     def random(self, *shape: int, std: float = 1.0) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0, std)
+
+    def tickets(self) -> torch.Tensor:
+        """Zeros that the kernels count in and leave as zeros, as a step has them; int32."""
+        return torch.zeros(max(TICKETS, self.batch * self.heads), dtype=torch.int32, device=self.device)
 
     def choose(self, units: int, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices and count of a random set, as the kernels take them: room for all, the kept in ascending order."""
@@ -100,7 +108,7 @@ def kernel_rows(layer: Layer, repeats: int, limit: float, progress: Callable[[st
     """Rows of all operations for one layer; limit in GB/s."""
     rows = []
     with torch.no_grad():
-        for cases in (mlp_cases, projection_cases, attention_cases, select_cases, recover_cases):
+        for cases in (mlp_cases, projection_cases, attention_cases, predictor_cases, recover_cases, norm_cases):
             reset_peak(layer.device)
             for case in cases(layer):
                 progress(f"{layer.shape.name}/{layer.tp}, {case.kernel}, {case.system}")
@@ -118,13 +126,14 @@ def mlp_cases(layer: Layer) -> Iterator[Case]:
     down = [layer.random(N, D, std=_STD) for _ in range(R)]
     sets = [layer.choose(N, K) for _ in range(R)]
     x, h = layer.random(layer.batch, D), layer.random(layer.batch, N).abs() + 1
+    tickets = layer.tickets()
     bias = torch.full((N,), 8 * _STD * math.sqrt(D), dtype=layer.dtype, device=layer.device)
 
     def gather_up(i: int) -> torch.Tensor:
         return ops.gather_up_proj(x, up[i], bias, *sets[i], relu=True)
 
     def gather_down(i: int, h: torch.Tensor) -> torch.Tensor:
-        return ops.gather_down_proj(h, down[i], *sets[i], skip_zeros=True)
+        return ops.gather_down_proj(h, down[i], *sets[i], skip_zeros=True, tickets=tickets)
 
     def dense_up(i: int) -> torch.Tensor:
         return torch.relu(F.linear(x, up[i], bias))
@@ -147,19 +156,21 @@ def projection_cases(layer: Layer) -> Iterator[Case]:
     ops, D, H, K = ops_for(layer.device), layer.shape.hidden, layer.heads, layer.kept_heads
     head_dim, w = layer.shape.head_dim, layer.dtype.itemsize
     R = layer.buffers(4 * H * head_dim * D * w, K * head_dim * D * w)
-    qkv = [layer.random(H * 3 * head_dim, D, std=_STD) for _ in range(R)]
+    qkv = [layer.random(H, 3, head_dim, D, std=_STD) for _ in range(R)]
     out = [layer.random(H * head_dim, D, std=_STD) for _ in range(R)]
-    sets = [layer.choose(H, K) for _ in range(R)]
-    bias = layer.random(H * 3 * head_dim)
+    sets, tickets = [layer.choose(H, K) for _ in range(R)], layer.tickets()
+    bias = layer.random(H, 3, head_dim)
     x, o = layer.random(layer.batch, D), layer.random(layer.batch, H * head_dim)
 
+    def kept_out(i: int) -> torch.Tensor:
+        return ops.gather_down_proj(o, out[i], *sets[i], group=head_dim, tickets=tickets)
+
     matrix = head_dim * D * w
-    kept_in = _calls(R, lambda i: ops.gather_up_proj(x, qkv[i], bias, *sets[i], group=3 * head_dim))
-    kept_out = _calls(R, lambda i: ops.gather_down_proj(o, out[i], *sets[i], group=head_dim))
-    dense_in = _calls(R, lambda i: F.linear(x, qkv[i], bias))
-    yield Case("qkv", "sparse", kept_in, 3 * K * (matrix + head_dim * w))
-    yield Case("qkv", "dense", dense_in, 3 * H * (matrix + head_dim * w), "F.linear")
-    yield Case("out_proj", "sparse", kept_out, K * matrix)
+    kept_in = _calls(R, lambda i: ops.gather_qkv(x, qkv[i], bias, *sets[i]))
+    dense_in = _calls(R, lambda i: F.linear(x, qkv[i].flatten(0, 2), bias.flatten()))
+    yield Case("gather_qkv", "sparse", kept_in, 3 * K * (matrix + head_dim * w))
+    yield Case("gather_qkv", "dense", dense_in, 3 * H * (matrix + head_dim * w), "F.linear")
+    yield Case("out_proj", "sparse", _calls(R, kept_out), K * matrix)
     dense_out = _calls(R, lambda i: F.linear(o, out[i].view(D, H * head_dim)))
     yield Case("out_proj", "dense", dense_out, H * matrix, "F.linear")
 
@@ -175,10 +186,12 @@ def attention_cases(layer: Layer) -> Iterator[Case]:
     qkv = layer.random(B, H, 3, head_dim)
     position = torch.full((1,), T - 1, dtype=torch.int32, device=layer.device)
     key_mask = torch.ones(B, capacity, dtype=torch.bool, device=layer.device)
-    q = qkv[:, :, 0, None]
+    q, tickets = qkv[:, :, 0, None], layer.tickets()
 
     def kept(i: int) -> torch.Tensor:
-        return ops.decode_attention(qkv, keys[i], values[i], *sets[i], position, key_mask, head_dim**-0.5)
+        return ops.decode_attention(
+            qkv, keys[i], values[i], *sets[i], position, key_mask, head_dim**-0.5, tickets=tickets
+        )
 
     def every(i: int) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, keys[i][:, :, :T], values[i][:, :, :T])
@@ -188,30 +201,38 @@ def attention_cases(layer: Layer) -> Iterator[Case]:
     yield Case("decode_attention", "dense", _calls(R, every), every_head, "scaled_dot_product_attention")
 
 
-def select_cases(layer: Layer) -> Iterator[Case]:
-    """Threshold and compaction of a layer's neurons, and the top-k it stands for."""
+def predictor_cases(layer: Layer) -> Iterator[Case]:
+    """A neurons' predictor: its second layer with threshold and list of the kept, against product and top-k."""
     ops, B, N, K = ops_for(layer.device), layer.batch, layer.neurons, layer.kept_neurons
-    R = 4
-    logits = [layer.random(B, N) for _ in range(R)]
-    thresholds = [float(x.float().amax(0).topk(K).values[-1]) for x in logits]
-    live = torch.ones(B, dtype=torch.bool, device=layer.device)
-    idx, count = layer.choose(N, N)
-    mask = torch.empty(N, dtype=torch.bool, device=layer.device)
-    nbytes = B * N * layer.dtype.itemsize
-    kept = _calls(R, lambda i: ops.select(logits[i], thresholds[i], live, idx, count, mask))
-    yield Case("select", "sparse", kept, nbytes)
-    yield Case("select", "dense", _calls(R, lambda i: logits[i].amax(0).topk(K, sorted=False)), nbytes, "torch.topk")
+    w, rank = layer.dtype.itemsize, default_ranks(layer.shape)["mlp"]
+    R = layer.buffers(N * rank * w, N * rank * w)
+    weights = [layer.random(N, rank, std=rank**-0.5) for _ in range(R)]
+    z, bias = layer.random(B, rank), layer.random(N)
+    thresholds = [float(F.linear(z, weight, bias).float().amax(0).topk(K).values[-1]) for weight in weights]
+    live, tickets = torch.ones(B, dtype=torch.bool, device=layer.device), layer.tickets()
+    chosen = *layer.choose(N, N), torch.empty(N, dtype=torch.bool, device=layer.device)
+    total = torch.zeros(1, dtype=torch.int64, device=layer.device)
+
+    def kept(i: int) -> None:
+        ops.predict_select(z, weights[i], bias, thresholds[i], live, *chosen, kept_total=total, tickets=tickets)
+
+    def top(i: int) -> torch.Tensor:
+        return F.linear(z, weights[i], bias).amax(0).topk(K, sorted=False).indices
+
+    nbytes = N * (rank + 1) * w
+    yield Case("predict_select", "sparse", _calls(R, kept), nbytes)
+    yield Case("predict_select", "dense", _calls(R, top), nbytes, "F.linear, topk")
 
 
 def recover_cases(layer: Layer) -> Iterator[Case]:
-    """Missing keys and values of the kept heads; dense never misses any, so it has no row."""
+    """A run of missing keys and values of every kept head, far more than in most steps; dense never misses any."""
     ops, B, H, K = ops_for(layer.device), layer.batch, layer.heads, layer.kept_heads
     D, head_dim, w = layer.shape.hidden, layer.shape.head_dim, layer.dtype.itemsize
     position = layer.context - 1
     R = layer.buffers(3 * H * head_dim * D * w, 2 * K * head_dim * D * w)
     qkv = [layer.random(H, 3, head_dim, D, std=_STD) for _ in range(R)]
     bias = layer.random(H, 3, head_dim)
-    inputs = layer.random(B, _RING, D)
+    inputs = layer.random(B, _WINDOW + 1, D)
     keys, values = (layer.random(B, H, layer.context, head_dim) for _ in range(2))
     chosen = torch.zeros(H, dtype=torch.bool, device=layer.device)
     chosen[layer.choose(H, K)[0][:K].long()] = True
@@ -219,9 +240,24 @@ def recover_cases(layer: Layer) -> Iterator[Case]:
     watermark = torch.full((H,), max(0, position - _MISSED), dtype=torch.int32, device=layer.device)
 
     def recover(i: int) -> None:
-        ops.recover_kv(inputs, qkv[i], bias, chosen, watermark, now, keys, values)
+        ops.recover_kv(inputs, qkv[i], bias, chosen, watermark, now, keys, values, window=_WINDOW)
 
     yield Case("recover_kv", "sparse", _calls(R, recover), 2 * K * head_dim * (D + 1) * w)
+
+
+def norm_cases(layer: Layer) -> Iterator[Case]:
+    """Residual add, bias and layer norm in one launch, and by torch."""
+    ops, B, D, w = ops_for(layer.device), layer.batch, layer.shape.hidden, layer.dtype.itemsize
+    module = torch.nn.LayerNorm(D, dtype=layer.dtype, device=layer.device)
+    norm, bias, y, hidden = Norm.of(module), layer.random(D), layer.random(B, D), layer.random(B, D)
+
+    def separate() -> torch.Tensor:
+        return module(hidden.add_(y + bias))
+
+    # Far too small to leave the cache: what counts is the launch.
+    nbytes = (2 * B + 3) * D * w
+    yield Case("add_norm", "sparse", [lambda: ops.add_norm(y, bias, hidden, norm)] * _MAX_BUFFERS, nbytes)
+    yield Case("add_norm", "dense", [separate] * _MAX_BUFFERS, nbytes, "add, layer_norm")
 
 
 def _calls(buffers: int, call: Callable[[int], object]) -> list[Callable[[], object]]:

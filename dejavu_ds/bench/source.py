@@ -104,4 +104,5 @@ class Source:
 
         config = DeepSpeedInferenceConfig(dtype=self.dtype, tensor_parallel={"tp_size": self.tp})
         with quiet_stdout():
-            return DejaVuEngine(model, config, policy_for(model.config), None, None)
+            graphs = self.device.type == "cuda"
+            return DejaVuEngine(model, config, policy_for(model.config), None, None, cuda_graph=graphs)

@@ -42,7 +42,8 @@ class StepStats:
 
     Bytes follow from the counts: a kept neuron is a row of fc1 and one of fc2 (rows that fc2 skips because their
     activation is exactly zero are counted as read), a kept head its rows of q, k, v and the output projection, a
-    recovered head its rows of k and v once more. In masked mode these are the bytes that the gather would read.
+    head with a long run to recover its rows of k and v once more. In masked mode these are the bytes that the gather
+    would read.
     """
 
     def __init__(self, engine: "DejaVuEngine") -> None:

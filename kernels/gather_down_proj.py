@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from dejavu_ds.kernels.configs import DownConfig, down_config
-from dejavu_ds.kernels.gather_up_proj import check_gather, take_units
+from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
 from dejavu_ds.kernels.tiles import dot, is_last
 
 
@@ -46,14 +46,38 @@ def gather_down_proj_ref(
     With `skip_zeros` its tile is the whole batch.
     """
     K = int(count)
-    h = h[:, : K * group]
-    if not skip_zeros:
-        return (h @ take_units(w, idx[:K], group)).to(out_dtype or h.dtype)
-    nonzero = (h != 0).any(dim=0).nonzero().squeeze(1)
-    rows = idx[nonzero // group] * group + nonzero % group
-    return (h.index_select(1, nonzero) @ w.index_select(0, rows)).to(out_dtype or h.dtype)
+    h, idx = h[:, : K * group], idx[:K]
+    if skip_zeros:
+        columns = (h != 0).any(dim=0).nonzero().squeeze(1)
+        h, rows = h.index_select(1, columns), idx[columns // group] * group + columns % group
+    elif is_every_unit(idx, group, w.shape[0]):
+        return (h @ w).to(out_dtype or h.dtype)
+    else:
+        rows = (idx[:, None] * group + torch.arange(group, device=idx.device, dtype=idx.dtype)).flatten()
+    y = _weighted_rows(h, w, rows) if h.dtype == torch.float32 else h @ w.index_select(0, rows)
+    return y.to(out_dtype or h.dtype)
 
 
+def _weighted_rows(h: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """h @ w[rows] without a copy of the rows: they are added up, scaled, as the vectors of an embedding are.
+
+    A bag is one thread's work, so the rows of a token are split into several.
+    """
+    B, n = h.shape
+    if n == 0:
+        return h.new_zeros(B, w.shape[1])
+    bags = min(_BAGS, n)
+    starts = (
+        torch.arange(bags, device=rows.device) * n // bags + n * torch.arange(B, device=rows.device)[:, None]
+    ).int()
+    parts = torch.nn.functional.embedding_bag(
+        rows.int().repeat(B), w, starts.flatten(), mode="sum", per_sample_weights=h.flatten()
+    )
+    return parts.view(B, bags, -1).sum(1)
+
+
+# Of the twin's sum: enough for the threads of a CPU.
+_BAGS = 16
 # No split with fewer rows than its partial sum is worth.
 _MIN_ROWS_PER_SPLIT = 64
 _MAX_SPLITS = 64

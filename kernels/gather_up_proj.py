@@ -24,16 +24,13 @@ import triton.language as tl
 from dejavu_ds.kernels.configs import RowsConfig, rows_config
 from dejavu_ds.kernels.tiles import rows_times_rows
 
+# Rows that the twin copies together on their way to a product: few enough to stay in a core's cache.
+_COPIED_ROWS = 256
 
-def take_units(t: torch.Tensor, idx: torch.Tensor, group: int) -> torch.Tensor:
-    """Rows of the units `idx` [K] int32 of `t` [N * group, ...]: [K * group, ...].
 
-    Where that is every unit in order, as in a layer that is kept dense, it is `t` itself: a copy would treble the
-    memory traffic.
-    """
-    if idx.numel() * group == t.shape[0] and bool((idx[1:] > idx[:-1]).all()):
-        return t
-    return t.unflatten(0, (-1, group)).index_select(0, idx).flatten(0, 1)
+def is_every_unit(idx: torch.Tensor, group: int, rows: int) -> bool:
+    """Whether idx [K] lists every unit of so many rows in order, as in a layer that is kept dense."""
+    return idx.numel() * group == rows and bool((idx[1:] > idx[:-1]).all())
 
 
 def gather_up_proj_ref(
@@ -45,12 +42,32 @@ def gather_up_proj_ref(
     group: int = 1,
     relu: bool = False,
 ) -> torch.Tensor:
-    """Plain torch twin of `gather_up_proj`: same arguments, same result, rounded where torch rounds."""
+    """Plain torch twin of `gather_up_proj`: same arguments, same result, rounded where torch rounds.
+
+    It is the way on a CPU, so it moves little more memory than it must: larger units are used where they lie, smaller
+    ones are copied in blocks.
+    """
     K = int(count)
-    bias = None if b is None else take_units(b, idx[:K], group)
-    kept = torch.nn.functional.linear(x, take_units(w, idx[:K], group), bias)
-    y = torch.empty(x.shape[0], idx.numel() * group, device=x.device, dtype=x.dtype)
-    y[:, : K * group] = kept.relu_() if relu else kept
+    idx, y = idx[:K], torch.empty(x.shape[0], idx.numel() * group, device=x.device, dtype=x.dtype)
+    kept = y[:, : K * group]
+    if is_every_unit(idx, group, w.shape[0]):
+        kept.copy_(torch.nn.functional.linear(x, w, b))
+    else:
+        units, biases = w.unflatten(0, (-1, group)), None if b is None else b.unflatten(0, (-1, group))
+        step = max(1, _COPIED_ROWS // group)
+        block = torch.empty(min(step, K) * group, w.shape[1], device=w.device, dtype=w.dtype)
+        for start in range(0, K, step):
+            part = idx[start : start + step]
+            if step == 1:
+                rows = units[int(part)]
+            else:
+                rows = block[: part.numel() * group]
+                torch.index_select(units, 0, part, out=rows.view(-1, group, w.shape[1]))
+            bias = None if b is None else biases.index_select(0, part).flatten()
+            columns = kept[:, start * group : (start + part.numel()) * group]
+            columns.copy_(torch.nn.functional.linear(x, rows, bias))
+    if relu:
+        kept.relu_()
     return y
 
 

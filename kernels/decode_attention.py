@@ -37,7 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.tiles import is_last
+from dejavu_ds.kernels.tiles import await_inputs, is_last, launch_options
 
 
 def decode_attention_ref(
@@ -181,7 +181,9 @@ def _decode_attention_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     K = tl.load(count_ptr)
     t = tl.load(position_ptr)
     # The last program has the least to attend to.
@@ -343,5 +345,6 @@ def decode_attention(
         BLOCK_H=triton.next_power_of_2(head_dim),
         BLOCK_HEADS=triton.next_power_of_2(H),
         num_warps=_WARPS,
+        **launch_options(),
     )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from dejavu_ds.kernels.configs import DownConfig, down_config
 from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
-from dejavu_ds.kernels.tiles import dot, is_last
+from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
 
 def gather_down_proj_ref(
@@ -166,7 +166,9 @@ def _gather_down_proj_kernel(
     BLOCK_S: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     split = tl.program_id(1)
     rows = tl.load(count_ptr) * GROUP
     share = tl.cdiv(tl.cdiv(rows, SPLITS), BLOCK_N) * BLOCK_N
@@ -264,5 +266,6 @@ def gather_down_proj(
         DOT=c.dot,
         STAGES=c.stages,
         num_warps=c.warps,
+        **launch_options(),
     )  # fmt: skip
     return y

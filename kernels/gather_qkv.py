@@ -32,7 +32,7 @@ import triton.language as tl
 
 from dejavu_ds.kernels.configs import RowsConfig, rows_config
 from dejavu_ds.kernels.gather_up_proj import check_gather, gather_up_proj_ref
-from dejavu_ds.kernels.tiles import rows_times_rows
+from dejavu_ds.kernels.tiles import await_inputs, launch_options, rows_times_rows
 
 
 class Missed(NamedTuple):
@@ -120,7 +120,9 @@ def _gather_qkv_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
     token = offs_b.to(tl.int64)
@@ -227,5 +229,6 @@ def gather_qkv(
         DOT=c.dot,
         STAGES=c.stages,
         num_warps=c.warps,
+        **launch_options(),
     )  # fmt: skip
     return y

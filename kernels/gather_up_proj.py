@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from dejavu_ds.kernels.configs import RowsConfig, rows_config
-from dejavu_ds.kernels.tiles import rows_times_rows
+from dejavu_ds.kernels.tiles import await_inputs, launch_options, rows_times_rows
 
 # Rows that the twin copies together on their way to a product: few enough to stay in a core's cache.
 _COPIED_ROWS = 256
@@ -85,7 +85,9 @@ def _gather_up_proj_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     rows = tl.load(count_ptr) * GROUP
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
@@ -161,5 +163,6 @@ def gather_up_proj(
         DOT=c.dot,
         STAGES=c.stages,
         num_warps=c.warps,
+        **launch_options(),
     )  # fmt: skip
     return y

@@ -2,6 +2,26 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+EARLY_LAUNCH = False
+"""Launch a kernel while the one before it drains (programmatic dependent launch, from compute capability 9.0 on)."""
+
+
+def launch_options() -> dict[str, bool]:
+    """Of every launch, for `await_inputs`."""
+    return {"EARLY": True, "launch_pdl": True} if EARLY_LAUNCH else {"EARLY": False}
+
+
+@triton.jit
+def await_inputs(EARLY: tl.constexpr):
+    """The first thing in every kernel: what earlier launches wrote is there after it, what they read may be written.
+
+    Every program waits, also one that has nothing to do: a kernel that is over vouches for those before it.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def row_block(D: int, most: int) -> int:

@@ -144,7 +144,7 @@ class SparseAttention(nn.Module):
 
     def _selection(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> Selection:
         """The step's heads; for a selector that goes by true outputs every head is computed first, on a copy."""
-        if self.selector is None:
+        if self.selector is None or "heads" in cache.dense_units:
             return self._every_head
         if self.selector.of_outputs:
             self.selector.begin(self._every_output(x, layer, cache), cache)

@@ -244,7 +244,7 @@ def gather_down_proj(
     """
     _check(h, w, idx, count, group, tickets)
     B, D = h.shape[0], w.shape[1]
-    c = config or down_config("gather_down_proj", B, D, h.dtype)
+    c = config or down_config("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
     tiles_d, tiles_b = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     if tickets is None:
         tickets = torch.zeros(tiles_d * tiles_b, dtype=torch.int32, device=h.device)

@@ -99,5 +99,5 @@ def down_config(kernel: str, B: int, D: int, dtype: torch.dtype) -> DownConfig:
     if tuned is not None:
         return tuned
     if dot:
-        return DownConfig(block_b, 32, row_block(D, 128), True, stages=4)
+        return DownConfig(block_b, 64, row_block(D, 128), True, stages=3)
     return DownConfig(block_b, 16 // block_b, row_block(D, 512))

@@ -4,8 +4,9 @@ The second half of a sparse layer (Deja Vu, Liu et al. 2023, arXiv:2310.17157): 
 the kept heads. The weight is stored transposed, row n being what unit n adds to the output, so that what is kept is
 contiguous. A unit is `group` consecutive rows: 1 for a neuron, head_dim for a head.
 
-ReLU leaves exact zeros among the kept neurons. With `skip_zeros` a row whose h is zero for all tokens of a tile (16 at
-most) is not loaded, so a NaN or infinity in it does not matter, whereas 0 * inf would be NaN in a dense layer.
+ReLU leaves exact zeros among the kept neurons. With `skip_zeros` a row whose h is zero for all of up to 4 tokens is not
+loaded, so a NaN or infinity in it does not matter, whereas 0 * inf would be NaN in a dense layer. From 5 tokens on
+tensor cores multiply, and to wait for h before a row is loaded would cost more than the few rows that nobody needs.
 
 The kept rows are split over the second axis of the grid. Of the programs of one tile of the output the last to finish
 adds the partial sums of all, always in the same order: no float atomics, no second launch, the same bits in every run.
@@ -116,8 +117,6 @@ def _partial_product(
             h = tl.load(
                 h_ptr + token[:, None] * stride_h_b + offs_n[None, :], mask=mask_b[:, None] & mask_n[None, :], other=0.0
             )
-            if SKIP_ZEROS:
-                mask_n = mask_n & (tl.max((h != 0.0).to(tl.int32), axis=0) > 0)
             mask_w = mask_n[:, None]
             if D % BLOCK_D != 0:
                 mask_w = mask_w & (offs_d < D)[None, :]

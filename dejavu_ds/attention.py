@@ -55,7 +55,7 @@ class SparseAttention(nn.Module):
         self._every_head = Selection.all_of(self.heads, self.qkv.device)
         self._tickets = torch.zeros(TICKETS, dtype=torch.int32, device=self.qkv.device)
         self.recovered_total = torch.zeros(1, dtype=torch.int64, device=self.qkv.device)
-        """Heads whose missing K/V were computed in decode steps since the last reset, summed over the steps."""
+        """Heads whose long runs of missing K/V were computed in decode steps since the last reset, over all steps."""
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every head's query, key and value of [B, S, D], each [B, H, S, head_dim]."""
@@ -144,7 +144,7 @@ class SparseAttention(nn.Module):
 
     def _selection(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> Selection:
         """The step's heads; for a selector that goes by true outputs every head is computed first, on a copy."""
-        if self.selector is None:
+        if self.selector is None or "heads" in cache.dense_units:
             return self._every_head
         if self.selector.of_outputs:
             self.selector.begin(self._every_output(x, layer, cache), cache)
@@ -168,12 +168,13 @@ class SparseAttention(nn.Module):
                 "mask": mask,
                 "watermark": layer.watermark,
                 "window": layer.window,
+                "longer_than": SHORT_RUN,
                 "recovered_total": self.recovered_total,
             }
         qkv = self._ops.gather_qkv(x, self.qkv, self.qkv_bias, idx, count, missed)
         return self._ops.decode_attention(
             qkv, layer.k, layer.v, idx, count, cache.position, cache.key_mask, self._scale,
-            tickets=self._tickets, **moved,
+            tickets=self._tickets if x.shape[0] * self.heads <= TICKETS else None, **moved,
         )  # fmt: skip
 
     def _qkv_dense(self, x: torch.Tensor) -> torch.Tensor:

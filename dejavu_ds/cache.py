@@ -68,6 +68,7 @@ class DejaVuCache:
         position_ids: [B] int64, the position embedding of each sequence's next token.
         live: [B] bool, sequences that still generate; the others choose no heads or neurons.
         tokens: [B] int64, the tokens of the next step, for a captured step to find.
+        dense_units: of "mlp" and "heads", those that run dense in this cache though they have selectors.
 
     Raises:
         ValueError: no sequence, or a capacity below 0.
@@ -95,6 +96,8 @@ class DejaVuCache:
         self.position_ids = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.live = torch.ones(batch_size, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.dense_units: frozenset[str] = frozenset()
+        self.planned = False
         self.layers = [
             LayerCache(
                 # Zeros, not empty: a masked slot is read by some kernels and must not hold NaN.
@@ -143,6 +146,7 @@ class DejaVuCache:
             tensor.zero_()
         self.key_mask.zero_()
         self.live.fill_(True)
+        self.dense_units, self.planned = frozenset(), False
 
     def nbytes(self) -> int:
         """Bytes held by keys, values and kept inputs on this rank."""

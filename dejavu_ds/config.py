@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from dejavu_ds.taps import LOOKAHEADS
 
-MODES = ("gather", "masked")
+MODES = ("gather", "masked", "auto")
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,10 @@ class SparsityConfig:
         head_density: share of attention heads kept, in (0, 1]; None takes the predictor set's own default.
         lookahead: "half", "full" or "none" (see `dejavu_ds.taps`); None takes the one the predictors were trained
             with, any other one is refused when the predictors are attached.
-        mode: "gather" reads only the kept weights; "masked" does dense arithmetic and zeroes what was not kept: the
-            same result at dense cost, to check the former against.
+        mode: "gather" reads only the kept weights. "auto" does so where that is faster: the first step at every batch
+            size is timed with the MLPs, the heads, both or none of them sparse, and the fastest way is kept for
+            batches of that size; what runs dense is logged, and is no approximation. "masked" does dense arithmetic
+            and zeroes what was not kept: the result of "gather" at dense cost, to check it against.
         recovery_window: tokens a head may stay idle before its missing keys and values are computed although it is
             not selected; bounds the memory of kept inputs to `(recovery_window + 1) * hidden_size` elements a layer and
             sequence, whatever the context.

@@ -278,7 +278,8 @@ class DejaVuEngine(InferenceEngine):
             heads, mlp = (selectors.get((unit, i), (None, None))[0] for unit in ("heads", "mlp"))
             block.attach(heads, mlp, masked=sparsity.mode == "masked", window=sparsity.recovery_window)
         listening: dict[Tap, list[Selector]] = {}
-        for selector, tap in selectors.values():
+        for (unit, _), (selector, tap) in selectors.items():
+            selector.unit = unit
             if not selector.of_outputs:
                 listening.setdefault(tap, []).append(selector)
         for i, block in enumerate(self.blocks):
@@ -286,7 +287,10 @@ class DejaVuEngine(InferenceEngine):
                 Listeners(listening.get(Tap(i, point), ()), self._ops, self._side_stream)
                 for point in ("attention", "mlp")
             )
-        self.runner.forget(capturable=all(selector.capturable for selector, _ in selectors.values()))
+        self.runner.forget(
+            capturable=all(selector.capturable for selector, _ in selectors.values()),
+            optional={unit for unit, _ in selectors} if sparsity.mode == "auto" else set(),
+        )
         self.stats.reset()
 
     def local_units(self, unit: str, layer: int) -> tuple[int, int]:

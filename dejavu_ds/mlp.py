@@ -62,7 +62,8 @@ class SparseMLP(nn.Module):
         Returns:
             [B, D], the normalised input of what comes next.
         """
-        idx, count, mask = self._every_neuron if self.selector is None else self.selector.join()
+        dense = self.selector is None or "mlp" in cache.dense_units
+        idx, count, mask = self._every_neuron if dense else self.selector.join()
         if self.masked:
             y = (torch.relu(F.linear(x, self.fc1, self.b1)) * mask) @ self.fc2
         else:

@@ -9,6 +9,7 @@ import torch
 from dejavu_ds import decode
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.graph import GraphedStep
+from dejavu_ds.plan import fastest_way
 
 if TYPE_CHECKING:
     from dejavu_ds.engine import DejaVuEngine
@@ -29,6 +30,8 @@ class StepRunner:
         self._engine = engine
         self._cuda_graph = cuda_graph and engine.device.type == "cuda"
         self._capturable = True
+        self._optional: set[str] = set()
+        self._ways: dict[int, frozenset[str]] = {}
         self._graphs: WeakKeyDictionary[DejaVuCache, GraphedStep] = WeakKeyDictionary()
         self._logits: torch.Tensor | None = None
         self._spare: DejaVuCache | None = None
@@ -38,17 +41,24 @@ class StepRunner:
         """Whether steps are replayed: on a GPU, unless turned off or the selections cannot be captured."""
         return self._cuda_graph and self._capturable
 
-    def forget(self, capturable: bool) -> None:
-        """The steps are other ones from here on; `capturable` says whether a graph can hold them."""
-        self._capturable = capturable
+    def forget(self, capturable: bool, optional: set[str]) -> None:
+        """The steps are other ones from here on.
+
+        capturable  whether a graph can hold them
+        optional    the units that may run dense where that is faster
+        """
+        self._capturable, self._optional = capturable, optional
         self._graphs.clear()
+        self._ways.clear()
 
     def step(self, cache: DejaVuCache) -> torch.Tensor:
         """One decode step of `cache.tokens`: [B, V] logits, which the next step may overwrite.
 
         The cache must have room for a token.
         """
-        self._engine.stats.count_step()
+        if self._optional and not cache.planned:
+            self._plan(cache)
+        self._engine.stats.count_step(cache.dense_units)
         self._logits = self._graph(cache)() if self.uses_graphs else self._eager(cache)
         cache.length += 1
         return self._logits
@@ -79,6 +89,23 @@ class StepRunner:
     def keep_spare(self, cache: DejaVuCache) -> None:
         """Keep a cache that nobody else holds for the next `spare_cache`; it takes memory until then."""
         self._spare = cache
+
+    def _plan(self, cache: DejaVuCache) -> None:
+        """Decide what runs dense in this cache, before its first step: measured once for each batch size."""
+        cache.planned = True
+        if cache.batch_size in self._ways:
+            cache.dense_units = self._ways[cache.batch_size]
+            return
+
+        def make_step() -> Callable[[], torch.Tensor]:
+            self._graphs.pop(cache, None)
+            return self._graph(cache) if self.uses_graphs else lambda: self._eager(cache)
+
+        moving = cache.progress() + self._engine.stats.counters()
+        cache.dense_units, times = fastest_way(self._optional, cache, make_step, moving, self._engine.tp)
+        self._ways[cache.batch_size] = cache.dense_units
+        if cache.dense_units != list(times)[-1]:
+            self._graphs.pop(cache, None)  # it holds the way that was measured last
 
     def _graph(self, cache: DejaVuCache) -> GraphedStep:
         """The captured step of a cache; captured now if it was not before, or the cache has been enlarged since."""

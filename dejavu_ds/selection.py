@@ -51,6 +51,8 @@ class Selector:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
+        self.unit = ""
+        """"mlp" or "heads", once attached."""
         self.selection = Selection.all_of(size, device)
         """What was chosen last; `join` says when it is there."""
         self.after: Callable[[DejaVuCache], None] | None = None
@@ -166,8 +168,9 @@ class Listeners:
     def begin(self, x: torch.Tensor, cache: DejaVuCache) -> None:
         """Start every selector on the tap `x` [B, D]."""
         for selector in self._others:
-            selector.begin(x, cache)
-        if not self._predicted:
+            if selector.unit not in cache.dense_units:
+                selector.begin(x, cache)
+        if all(selector.unit in cache.dense_units for selector in self._predicted):
             return
         if self._stream is None:
             self._predict(x, cache)
@@ -181,7 +184,8 @@ class Listeners:
         idx, count, _ = self._all
         z = self._ops.gather_up_proj(x, self._w1, self._b1, idx, count, relu=True)
         for selector, part in zip(self._predicted, z.split(self._ranks, dim=1), strict=True):
-            selector.choose(part, cache)
+            if selector.unit not in cache.dense_units:
+                selector.choose(part, cache)
 
 
 def joined(parameters: list[nn.Parameter]) -> torch.Tensor:

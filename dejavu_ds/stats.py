@@ -1,10 +1,14 @@
 """What the decode steps really kept and read."""
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from dejavu_ds.selection import Selector
+from dejavu_ds.taps import UNITS
 
 if TYPE_CHECKING:
     from dejavu_ds.engine import DejaVuEngine
@@ -42,20 +46,25 @@ class StepStats:
 
     Bytes follow from the counts: a kept neuron is a row of fc1 and one of fc2 (rows that fc2 skips because their
     activation is exactly zero are counted as read), a kept head its rows of q, k, v and the output projection, a
-    recovered head its rows of k and v once more. In masked mode these are the bytes that the gather would read.
+    head with a long run to recover its rows of k and v once more. In masked mode these are the bytes that the gather
+    would read.
     """
 
     def __init__(self, engine: "DejaVuEngine") -> None:
         self._engine = engine
         self.steps = 0
+        self.dense_steps = dict.fromkeys(UNITS, 0)
+        """Of these, the ones in which a unit ran dense though it has selectors."""
 
-    def count_step(self) -> None:
-        """One more decode step."""
+    def count_step(self, dense_units: Collection[str] = ()) -> None:
+        """One more decode step, and what ran dense in it."""
         self.steps += 1
+        for unit in dense_units:
+            self.dense_steps[unit] += 1
 
     def reset(self) -> None:
         """Forget all steps so far."""
-        self.steps = 0
+        self.steps, self.dense_steps = 0, dict.fromkeys(UNITS, 0)
         for counter in self.counters():
             counter.zero_()
 
@@ -71,7 +80,8 @@ class StepStats:
     def report(self) -> StepReport:
         """The means; collective under tensor parallelism, so every rank must call it."""
         engine, steps = self._engine, max(self.steps, 1)
-        rows = [_layer_counts(block, steps) for block in engine.blocks]
+        shares = {unit: dense / steps for unit, dense in self.dense_steps.items()}
+        rows = [_layer_counts(block, steps, shares) for block in engine.blocks]
         counts = torch.tensor(rows, dtype=torch.float64, device=engine.device)
         kept_heads, heads, kept_neurons, neurons, read, dense = engine.tp.all_reduce(counts).T.tolist()
         fixed = torch.tensor([float(_bytes(engine.module.lm_head))], dtype=torch.float64, device=engine.device)
@@ -90,21 +100,29 @@ class StepStats:
         return StepReport(steps=self.steps, dense_weight_bytes=round(dense_total), **measured)
 
 
-def _layer_counts(block: nn.Module, steps: int) -> tuple[float, ...]:
-    """Heads and neurons kept, bytes read and the dense ones, of one layer, rank and step."""
+def _layer_counts(block: nn.Module, steps: int, dense_shares: dict[str, float]) -> tuple[float, ...]:
+    """Heads and neurons kept, bytes read and the dense ones, of one layer, rank and step.
+
+    dense_shares  of the steps, in which a unit with selectors ran dense
+    """
     attention, mlp = block.attention, block.mlp
     biases = _size(attention.out_bias) + _size(mlp.b2)
     head_bytes = (_bytes(attention) - _size(attention.out_bias)) / attention.heads
     neuron_bytes = (_bytes(mlp) - _size(mlp.b2)) / max(mlp.neurons, 1)
-    heads = attention.heads if attention.selector is None else attention.selector.kept_total.item() / steps
-    neurons = mlp.neurons if mlp.selector is None else mlp.selector.kept_total.item() / steps
+    heads = _kept(attention.selector, attention.heads, steps, dense_shares["heads"])
+    neurons = _kept(mlp.selector, mlp.neurons, steps, dense_shares["mlp"])
     # Of a head's rows (q, k, v, out: head_dim each, biases aside) recovery reads k and v again.
     recovered = attention.recovered_total.item() / steps * head_bytes / 2
     fixed = biases + _bytes(block.attention_norm) + _bytes(block.mlp_norm)
-    predictors = sum(s.nbytes for s in (attention.selector, mlp.selector) if s is not None)
+    chosen = (("heads", attention.selector), ("mlp", mlp.selector))
+    predictors = sum(s.nbytes * (1 - dense_shares[unit]) for unit, s in chosen if s is not None)
     read = fixed + predictors + heads * head_bytes + recovered + neurons * neuron_bytes
     dense = fixed + attention.heads * head_bytes + mlp.neurons * neuron_bytes
     return heads, attention.heads, neurons, mlp.neurons, read, dense
+
+
+def _kept(selector: Selector | None, size: int, steps: int, dense_share: float) -> float:
+    return size if selector is None else selector.kept_total.item() / steps + dense_share * size
 
 
 def _bytes(module: nn.Module) -> int:

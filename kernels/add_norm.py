@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dejavu_ds.kernels.tiles import await_inputs, launch_options
+
 
 class Norm(NamedTuple):
     """A layer norm's weight and bias, each [D] or None, and its epsilon."""
@@ -86,7 +88,9 @@ def _add_norm_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RING: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
@@ -160,5 +164,6 @@ def add_norm(
         HAS_RING=ring is not None,
         BLOCK_D=block_d,
         num_warps=max(1, min(16, block_d // 512)),
+        **launch_options(),
     )  # fmt: skip
     return x

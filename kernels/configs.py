@@ -1,9 +1,11 @@
 """Block sizes of the kernels: a rule for any shape, and what was measured to be faster for some.
 
 A configuration changes the time of a launch and the order in which it adds, nothing else. It follows from the shapes
-alone, so that the same call gives the same bits. `TUNED` is written by a measurement (docs/performance.md says how).
+alone, so that the same call gives the same bits. `tuned.json` is written by `launch/benchmark.py tune`.
 """
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -50,8 +52,27 @@ class DownConfig(NamedTuple):
     programs: int = 528
 
 
-TUNED: dict[tuple[str, int, int], RowsConfig | DownConfig] = {}
-"""{(kernel, block_b, D): configuration}, 16-bit; measured on an H200."""
+KINDS: dict[str, type] = {
+    "gather_up_proj": RowsConfig,
+    "gather_qkv": RowsConfig,
+    "gather_down_proj": DownConfig,
+    "out_proj": DownConfig,
+}
+"""The kernels that are tuned; out_proj is gather_down_proj of heads, whose units are many rows."""
+
+TUNED_FILE = Path(__file__).with_name("tuned.json")
+
+
+def read_tuned(path: Path = TUNED_FILE) -> dict[tuple[str, int, int], RowsConfig | DownConfig]:
+    """{(kernel, block_b, D): configuration} for 16-bit weights, as measured."""
+    entries = json.loads(path.read_text(encoding="utf-8"))["configs"]
+    return {
+        (entry["kernel"], entry["config"]["block_b"], entry["D"]): KINDS[entry["kernel"]](**entry["config"])
+        for entry in entries
+    }
+
+
+TUNED = read_tuned()
 
 
 def token_block(B: int) -> tuple[int, bool]:
@@ -78,5 +99,5 @@ def down_config(kernel: str, B: int, D: int, dtype: torch.dtype) -> DownConfig:
     if tuned is not None:
         return tuned
     if dot:
-        return DownConfig(block_b, 32, row_block(D, 128), True, stages=4)
+        return DownConfig(block_b, 64, row_block(D, 128), True, stages=3)
     return DownConfig(block_b, 16 // block_b, row_block(D, 512))

@@ -26,8 +26,8 @@ Shapes (B sequences, H heads, T cache capacity, cap = head_idx.numel(), K = coun
     key_mask  [B, T]                 bool, True where a key may be attended; slot t is attended whatever it says
     mask      [H]                    bool, the kept heads; needed with a watermark, else unused
     watermark [H]                    int32, moved in place; None where every head runs at every step
-    recovered_total [1]              int64, or None; raised by the number of heads with 0 < missing = t - watermark
-                                     that are in `mask` or have missing >= window, all before the move
+    recovered_total [1]              int64, or None; raised by the number of heads that `recover_kv` saw to: before the
+                                     move, in `mask` with t - watermark > longer_than, or t - watermark >= window
     tickets   [>= B * cap]           int32 zeros that only launches in order share; left zero; None: made for the call
     out       [B, cap, head_dim]     dtype of qkv, computed in fp32; slots from K on are unspecified
 Keys beyond t may hold anything, and so may masked keys: they have no effect.
@@ -37,7 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.tiles import is_last
+from dejavu_ds.kernels.tiles import await_inputs, is_last, launch_options
 
 
 def decode_attention_ref(
@@ -52,6 +52,7 @@ def decode_attention_ref(
     mask: torch.Tensor | None = None,
     watermark: torch.Tensor | None = None,
     window: int = 0,
+    longer_than: int = 0,
     recovered_total: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -60,7 +61,7 @@ def decode_attention_ref(
     if watermark is not None:
         missing = t - watermark
         if recovered_total is not None:
-            recovered_total += ((missing > 0) & (mask | (missing >= window))).sum()
+            recovered_total += ((mask & (missing > longer_than)) | (missing >= window)).sum()
         watermark.masked_fill_(missing >= window, t).masked_fill_(mask, t + 1)
     out = torch.empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], device=qkv.device, dtype=qkv.dtype)
     if K == 0:  # scaled_dot_product_attention does not take zero heads on every device
@@ -94,14 +95,14 @@ _MAX_PROGRAMS = 528
 
 
 @triton.jit
-def _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK: tl.constexpr):
+def _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, longer_than, H, BLOCK: tl.constexpr):
     heads = tl.arange(0, BLOCK)
     mask_h = heads < H
     selected = tl.load(mask_ptr + heads, mask=mask_h, other=0) != 0
     watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
     missing = t - watermark
     if total_ptr is not None:
-        recovered = mask_h & (missing > 0) & (selected | (missing >= window))
+        recovered = mask_h & ((selected & (missing > longer_than)) | (missing >= window))
         tl.store(total_ptr, tl.load(total_ptr) + tl.sum(recovered.to(tl.int32), axis=0))
     moved = tl.where(selected, t + 1, tl.where(missing >= window, t, watermark))
     tl.store(watermark_ptr + heads, moved, mask=mask_h)
@@ -167,12 +168,12 @@ def _merge(
 
 
 # The capacities are not specialised: another batch or cache must not compile again.
-@triton.jit(do_not_specialize=["B", "cap", "H", "T", "window"])
+@triton.jit(do_not_specialize=["B", "cap", "H", "T", "window", "longer_than"])
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, head_idx_ptr, count_ptr, position_ptr, key_mask_ptr, out_ptr,
     part_ptr, m_ptr, l_ptr, tickets_ptr,
     mask_ptr, watermark_ptr, total_ptr,
-    scale, B, cap, H, T, window,
+    scale, B, cap, H, T, window, longer_than,
     HEAD_DIM: tl.constexpr,
     ONE_SHARE_KEYS: tl.constexpr,
     MAX_SHARES: tl.constexpr,
@@ -180,12 +181,14 @@ def _decode_attention_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     K = tl.load(count_ptr)
     t = tl.load(position_ptr)
     # The last program has the least to attend to.
     if watermark_ptr is not None and tl.program_id(0) == tl.num_programs(0) - 1:
-        _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK_HEADS)
+        _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, longer_than, H, BLOCK_HEADS)
 
     share, shares = t, 1
     if CUT and t > ONE_SHARE_KEYS:
@@ -303,6 +306,7 @@ def decode_attention(
     mask: torch.Tensor | None = None,
     watermark: torch.Tensor | None = None,
     window: int = 0,
+    longer_than: int = 0,
     recovered_total: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -332,7 +336,7 @@ def decode_attention(
         qkv, k_cache, v_cache, head_idx, count, position, key_mask.view(torch.uint8), out,
         part, m, l, tickets if shares > 1 else None,
         None if watermark is None else mask.view(torch.uint8), watermark, recovered_total,
-        float(scale), B, cap, H, T, window,
+        float(scale), B, cap, H, T, window, longer_than,
         HEAD_DIM=head_dim,
         ONE_SHARE_KEYS=_ONE_SHARE_KEYS,
         MAX_SHARES=_MAX_SHARES,
@@ -341,5 +345,6 @@ def decode_attention(
         BLOCK_H=triton.next_power_of_2(head_dim),
         BLOCK_HEADS=triton.next_power_of_2(H),
         num_warps=_WARPS,
+        **launch_options(),
     )  # fmt: skip
     return out

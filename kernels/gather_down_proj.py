@@ -4,8 +4,9 @@ The second half of a sparse layer (Deja Vu, Liu et al. 2023, arXiv:2310.17157): 
 the kept heads. The weight is stored transposed, row n being what unit n adds to the output, so that what is kept is
 contiguous. A unit is `group` consecutive rows: 1 for a neuron, head_dim for a head.
 
-ReLU leaves exact zeros among the kept neurons. With `skip_zeros` a row whose h is zero for all tokens of a tile (16 at
-most) is not loaded, so a NaN or infinity in it does not matter, whereas 0 * inf would be NaN in a dense layer.
+ReLU leaves exact zeros among the kept neurons. With `skip_zeros` a row whose h is zero for all of up to 4 tokens is not
+loaded, so a NaN or infinity in it does not matter, whereas 0 * inf would be NaN in a dense layer. From 5 tokens on
+tensor cores multiply, and to wait for h before a row is loaded would cost more than the few rows that nobody needs.
 
 The kept rows are split over the second axis of the grid. Of the programs of one tile of the output the last to finish
 adds the partial sums of all, always in the same order: no float atomics, no second launch, the same bits in every run.
@@ -27,8 +28,8 @@ import triton
 import triton.language as tl
 
 from dejavu_ds.kernels.configs import DownConfig, down_config
-from dejavu_ds.kernels.gather_up_proj import check_gather, take_units
-from dejavu_ds.kernels.tiles import dot, is_last
+from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
+from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
 
 def gather_down_proj_ref(
@@ -46,14 +47,38 @@ def gather_down_proj_ref(
     With `skip_zeros` its tile is the whole batch.
     """
     K = int(count)
-    h = h[:, : K * group]
-    if not skip_zeros:
-        return (h @ take_units(w, idx[:K], group)).to(out_dtype or h.dtype)
-    nonzero = (h != 0).any(dim=0).nonzero().squeeze(1)
-    rows = idx[nonzero // group] * group + nonzero % group
-    return (h.index_select(1, nonzero) @ w.index_select(0, rows)).to(out_dtype or h.dtype)
+    h, idx = h[:, : K * group], idx[:K]
+    if skip_zeros:
+        columns = (h != 0).any(dim=0).nonzero().squeeze(1)
+        h, rows = h.index_select(1, columns), idx[columns // group] * group + columns % group
+    elif is_every_unit(idx, group, w.shape[0]):
+        return (h @ w).to(out_dtype or h.dtype)
+    else:
+        rows = (idx[:, None] * group + torch.arange(group, device=idx.device, dtype=idx.dtype)).flatten()
+    y = _weighted_rows(h, w, rows) if h.dtype == torch.float32 else h @ w.index_select(0, rows)
+    return y.to(out_dtype or h.dtype)
 
 
+def _weighted_rows(h: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """h @ w[rows] without a copy of the rows: they are added up, scaled, as the vectors of an embedding are.
+
+    A bag is one thread's work, so the rows of a token are split into several.
+    """
+    B, n = h.shape
+    if n == 0:
+        return h.new_zeros(B, w.shape[1])
+    bags = min(_BAGS, n)
+    starts = (
+        torch.arange(bags, device=rows.device) * n // bags + n * torch.arange(B, device=rows.device)[:, None]
+    ).int()
+    parts = torch.nn.functional.embedding_bag(
+        rows.int().repeat(B), w, starts.flatten(), mode="sum", per_sample_weights=h.flatten()
+    )
+    return parts.view(B, bags, -1).sum(1)
+
+
+# Of the twin's sum: enough for the threads of a CPU.
+_BAGS = 16
 # No split with fewer rows than its partial sum is worth.
 _MIN_ROWS_PER_SPLIT = 64
 _MAX_SPLITS = 64
@@ -92,8 +117,6 @@ def _partial_product(
             h = tl.load(
                 h_ptr + token[:, None] * stride_h_b + offs_n[None, :], mask=mask_b[:, None] & mask_n[None, :], other=0.0
             )
-            if SKIP_ZEROS:
-                mask_n = mask_n & (tl.max((h != 0.0).to(tl.int32), axis=0) > 0)
             mask_w = mask_n[:, None]
             if D % BLOCK_D != 0:
                 mask_w = mask_w & (offs_d < D)[None, :]
@@ -142,7 +165,9 @@ def _gather_down_proj_kernel(
     BLOCK_S: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     split = tl.program_id(1)
     rows = tl.load(count_ptr) * GROUP
     share = tl.cdiv(tl.cdiv(rows, SPLITS), BLOCK_N) * BLOCK_N
@@ -218,7 +243,7 @@ def gather_down_proj(
     """
     _check(h, w, idx, count, group, tickets)
     B, D = h.shape[0], w.shape[1]
-    c = config or down_config("gather_down_proj", B, D, h.dtype)
+    c = config or down_config("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
     tiles_d, tiles_b = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     if tickets is None:
         tickets = torch.zeros(tiles_d * tiles_b, dtype=torch.int32, device=h.device)
@@ -240,5 +265,6 @@ def gather_down_proj(
         DOT=c.dot,
         STAGES=c.stages,
         num_warps=c.warps,
+        **launch_options(),
     )  # fmt: skip
     return y

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from dejavu_ds.kernels.configs import RowsConfig, rows_config
 from dejavu_ds.kernels.gather_up_proj import check_gather, gather_up_proj_ref
-from dejavu_ds.kernels.tiles import rows_times_rows
+from dejavu_ds.kernels.tiles import ask_ahead, await_inputs, launch_options, lines_of, rows_times_rows
 
 
 class Missed(NamedTuple):
@@ -120,12 +120,23 @@ def _gather_qkv_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    # A block of rows lies within one part, query, key or value, of one head.
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_N - 1) // BLOCK_N
+    if EARLY:
+        slot = tl.program_id(0) // (3 * BLOCKS)
+        if slot < tl.load(count_ptr, cache_modifier=".cg"):
+            head = tl.load(idx_ptr + slot, cache_modifier=".cg").to(tl.int64)
+            offs_r = tl.minimum(tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N), HEAD_DIM - 1)
+            part = tl.program_id(0) // BLOCKS % 3
+            row = (tl.minimum(tl.maximum(head, 0), H - 1) * 3 + part) * HEAD_DIM + offs_r
+            ask_ahead(w_ptr, row, D, BLOCK_N, LINES)
+    await_inputs(EARLY)
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
     token = offs_b.to(tl.int64)
-    # A block of rows lies within one part, query, key or value, of one head.
-    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_N - 1) // BLOCK_N
     for block in range(tl.program_id(0), tl.load(count_ptr) * (3 * BLOCKS), tl.num_programs(0)):
         slot = block // (3 * BLOCKS)
         part = block // BLOCKS % 3
@@ -226,6 +237,8 @@ def gather_qkv(
         BLOCK_D=c.block_d,
         DOT=c.dot,
         STAGES=c.stages,
+        LINES=lines_of(D, x.dtype),
         num_warps=c.warps,
+        **launch_options(),
     )  # fmt: skip
     return y

@@ -22,18 +22,15 @@ import triton
 import triton.language as tl
 
 from dejavu_ds.kernels.configs import RowsConfig, rows_config
-from dejavu_ds.kernels.tiles import rows_times_rows
+from dejavu_ds.kernels.tiles import ask_ahead, await_inputs, launch_options, lines_of, rows_times_rows
+
+# Rows that the twin copies together on their way to a product: few enough to stay in a core's cache.
+_COPIED_ROWS = 256
 
 
-def take_units(t: torch.Tensor, idx: torch.Tensor, group: int) -> torch.Tensor:
-    """Rows of the units `idx` [K] int32 of `t` [N * group, ...]: [K * group, ...].
-
-    Where that is every unit in order, as in a layer that is kept dense, it is `t` itself: a copy would treble the
-    memory traffic.
-    """
-    if idx.numel() * group == t.shape[0] and bool((idx[1:] > idx[:-1]).all()):
-        return t
-    return t.unflatten(0, (-1, group)).index_select(0, idx).flatten(0, 1)
+def is_every_unit(idx: torch.Tensor, group: int, rows: int) -> bool:
+    """Whether idx [K] lists every unit of so many rows in order, as in a layer that is kept dense."""
+    return idx.numel() * group == rows and bool((idx[1:] > idx[:-1]).all())
 
 
 def gather_up_proj_ref(
@@ -45,20 +42,40 @@ def gather_up_proj_ref(
     group: int = 1,
     relu: bool = False,
 ) -> torch.Tensor:
-    """Plain torch twin of `gather_up_proj`: same arguments, same result, rounded where torch rounds."""
+    """Plain torch twin of `gather_up_proj`: same arguments, same result, rounded where torch rounds.
+
+    It is the way on a CPU, so it moves little more memory than it must: larger units are used where they lie, smaller
+    ones are copied in blocks.
+    """
     K = int(count)
-    bias = None if b is None else take_units(b, idx[:K], group)
-    kept = torch.nn.functional.linear(x, take_units(w, idx[:K], group), bias)
-    y = torch.empty(x.shape[0], idx.numel() * group, device=x.device, dtype=x.dtype)
-    y[:, : K * group] = kept.relu_() if relu else kept
+    idx, y = idx[:K], torch.empty(x.shape[0], idx.numel() * group, device=x.device, dtype=x.dtype)
+    kept = y[:, : K * group]
+    if is_every_unit(idx, group, w.shape[0]):
+        kept.copy_(torch.nn.functional.linear(x, w, b))
+    else:
+        units, biases = w.unflatten(0, (-1, group)), None if b is None else b.unflatten(0, (-1, group))
+        step = max(1, _COPIED_ROWS // group)
+        block = torch.empty(min(step, K) * group, w.shape[1], device=w.device, dtype=w.dtype)
+        for start in range(0, K, step):
+            part = idx[start : start + step]
+            if step == 1:
+                rows = units[int(part)]
+            else:
+                rows = block[: part.numel() * group]
+                torch.index_select(units, 0, part, out=rows.view(-1, group, w.shape[1]))
+            bias = None if b is None else biases.index_select(0, part).flatten()
+            columns = kept[:, start * group : (start + part.numel()) * group]
+            columns.copy_(torch.nn.functional.linear(x, rows, bias))
+    if relu:
+        kept.relu_()
     return y
 
 
 # B and the capacity are not specialised: another batch must not compile again.
-@triton.jit(do_not_specialize=["B", "stride_y_b"])
+@triton.jit(do_not_specialize=["B", "units", "stride_y_b"])
 def _gather_up_proj_kernel(
     x_ptr, w_ptr, b_ptr, idx_ptr, count_ptr, y_ptr,
-    B, stride_y_b,
+    B, units, stride_y_b,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -68,7 +85,16 @@ def _gather_up_proj_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), stride_y_b - 1)
+        unit = tl.load(idx_ptr + offs_n // GROUP, cache_modifier=".cg").to(tl.int64)
+        row = tl.minimum(tl.maximum(unit, 0), units - 1) * GROUP + offs_n % GROUP
+        if tl.program_id(0) * BLOCK_N < tl.load(count_ptr, cache_modifier=".cg") * GROUP:
+            ask_ahead(w_ptr, row, D, BLOCK_N, LINES)
+    await_inputs(EARLY)
     rows = tl.load(count_ptr) * GROUP
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
@@ -133,7 +159,7 @@ def gather_up_proj(
     grid = (min(triton.cdiv(rows_cap, c.block_n), c.programs), triton.cdiv(B, c.block_b))
     _gather_up_proj_kernel[grid](
         x, w, b, idx, count, y,
-        B, rows_cap,
+        B, w.shape[0] // group, rows_cap,
         D=D,
         GROUP=group,
         HAS_BIAS=b is not None,
@@ -143,6 +169,8 @@ def gather_up_proj(
         BLOCK_D=c.block_d,
         DOT=c.dot,
         STAGES=c.stages,
+        LINES=lines_of(D, x.dtype),
         num_warps=c.warps,
+        **launch_options(),
     )  # fmt: skip
     return y

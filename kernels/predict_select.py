@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.tiles import dot, is_last
+from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
 
 def predict_logits_ref(z: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor | None) -> torch.Tensor:
@@ -159,7 +159,9 @@ def _predict_select_kernel(
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     LIST_BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     row = tl.minimum(offs_n, N - 1)  # rows that overrun repeat the last one, so that no load of weights is masked
@@ -266,4 +268,5 @@ def predict_select(
         STAGES=_DOT_STAGES,
         LIST_BLOCKS=min(_LIST_BLOCKS, triton.next_power_of_2(blocks)),
         num_warps=_WARPS,
+        **launch_options(),
     )  # fmt: skip

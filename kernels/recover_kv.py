@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.tiles import dot
+from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
 
 
 def recover_kv_ref(
@@ -126,7 +126,9 @@ def _recover_kv_kernel(
     MANY_I: tl.constexpr,
     MANY_D: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     heads = tl.arange(0, BLOCK_HEADS)
     mask_h = heads < H
     selected = tl.load(selected_ptr + heads, mask=mask_h, other=0) != 0
@@ -226,4 +228,5 @@ def recover_kv(
         MANY_D=many_d,
         STAGES=_STAGES,
         num_warps=_WARPS,
+        **launch_options(),
     )  # fmt: skip

@@ -1,7 +1,33 @@
 """What the kernels share: products of rows, layer norms, and the wait for the last program."""
 
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+EARLY_LAUNCH = False
+"""Launch a kernel while the one before it drains (programmatic dependent launch, from compute capability 9.0 on)."""
+
+
+def launch_options() -> dict[str, bool]:
+    """Of every launch, for `await_inputs`."""
+    return {"EARLY": True, "launch_pdl": True} if EARLY_LAUNCH else {"EARLY": False}
+
+
+def lines_of(D: int, dtype: torch.dtype) -> int:
+    """Cache lines of 128 bytes that cover a row of D elements, up to a power of 2; for `ask_ahead`."""
+    return triton.next_power_of_2(triton.cdiv(D * dtype.itemsize, 128))
+
+
+@triton.jit
+def await_inputs(EARLY: tl.constexpr):
+    """The first thing in every kernel: what earlier launches wrote is there after it, what they read may be written.
+
+    Every program waits, also one that has nothing to do: a kernel that is over vouches for those before it.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def row_block(D: int, most: int) -> int:
@@ -11,6 +37,21 @@ def row_block(D: int, most: int) -> int:
         block //= 2
     # Narrow tiles waste more than masked ones.
     return block if block >= min(most, 128) else min(most, triton.next_power_of_2(D))
+
+
+@triton.jit
+def ask_ahead(w_ptr, row, D: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr):
+    """Start bringing rows `row` [ROWS] int64 of w [., D] into the L2 cache, before `await_inputs`.
+
+    A hint: which rows they are may still be about to change. Read it by loads that leave nothing in the L1 cache
+    (cache_modifier=".cg"), and again afterwards. Rows must exist, whatever they are.
+    """
+    line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+    offs_d = tl.minimum(tl.arange(0, LINES) * line, D - 1)
+    addresses = (w_ptr + row[:, None] * D + offs_d[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 # Triton's interpreter multiplies the bit patterns of bf16 in a dot.

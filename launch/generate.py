@@ -44,6 +44,13 @@ def build_parser() -> Parser:
     parser.add_argument("--mlp-density", type=share, help="share of MLP neurons to keep, (0, 1] (default: the set's)")
     parser.add_argument("--head-density", type=share, help="share of heads to keep, (0, 1] (default: the set's)")
     parser.add_argument("--lookahead", choices=("half", "full", "none"), help="refuse predictors of another lookahead")
+    parser.add_argument(
+        "--mode",
+        choices=("gather", "auto", "masked"),
+        default="gather",
+        help="gather: read the kept weights only; auto: do so where a measurement says that it is faster; masked: "
+        "dense arithmetic with zeros, to compare with (default: %(default)s)",
+    )
     parser.add_argument("--dense", action="store_true", help="every head and neuron, no predictors")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, help="default: %(default)s")
@@ -78,7 +85,7 @@ def run(args) -> None:
     prompt = shared_by_rank_0(lambda: read_prompt(args))
     model = str(bundled_model()) if args.model is None else args.model
     predictors = choose_predictors(args)
-    sparsity = None if args.dense else dejavu_ds.SparsityConfig(args.mlp_density, args.head_density, args.lookahead)
+    sparsity = None if args.dense else sparsity_of(args)
     engine = dejavu_ds.init_inference(
         model,
         predictors=predictors,
@@ -110,6 +117,13 @@ def run(args) -> None:
             "tp": world_size(),
         }
         print_figures(figures, report, args)
+
+
+def sparsity_of(args):
+    """What the arguments ask to keep."""
+    from dejavu_ds import SparsityConfig
+
+    return SparsityConfig(args.mlp_density, args.head_density, args.lookahead, args.mode)
 
 
 def read_prompt(args) -> str:

@@ -1,0 +1,94 @@
+"""Mode "auto": the way that was fastest is taken, and it is what it says."""
+
+import logging
+
+import pytest
+import torch
+from models import tiny_opt
+from test_lookahead import random_predictors
+
+import dejavu_ds
+from dejavu_ds import SparsityConfig, plan
+
+IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+WAYS = [frozenset(), frozenset({"heads"}), frozenset({"mlp"}), frozenset({"heads", "mlp"})]
+
+
+def engine_of(mode="auto", lookahead="half", **density):
+    model = tiny_opt()
+    sparsity = SparsityConfig(**{"mlp_density": 0.3, "head_density": 0.5} | density, mode=mode, recovery_window=5)
+    predictors = random_predictors(model, lookahead)
+    return dejavu_ds.init_inference(model, predictors=predictors, sparsity=sparsity, dtype=torch.float32)
+
+
+@pytest.fixture
+def fastest(monkeypatch):
+    """Let a way be the fastest: a clock by which the other ones take longer."""
+
+    def choose(way):
+        asked = []
+
+        def milliseconds(step, device):
+            step()
+            asked.append(len(asked) // (plan._WARM_UP + plan._REPEATS))
+            return 1.0 if WAYS[asked[-1]] == way else 2.0
+
+        monkeypatch.setattr(plan, "_milliseconds", milliseconds)
+        return asked
+
+    return choose
+
+
+def text(engine, device):
+    return engine.generate(IDS.to(device), max_new_tokens=20)
+
+
+@pytest.mark.parametrize("lookahead", ["half", "full", "none"])
+def test_the_sparse_way_is_that_of_gather(fastest, lookahead, device):
+    asked = fastest(frozenset())
+    engine = engine_of(lookahead=lookahead)
+    assert torch.equal(text(engine, device), text(engine_of("gather", lookahead), device))
+    assert asked[-1] == len(WAYS) - 1  # every way was measured, once
+    count = len(asked)
+    engine.generate(IDS.to(device), max_new_tokens=3)
+    assert len(asked) == count  # a batch of this size is known
+
+
+@pytest.mark.parametrize("lookahead", ["half", "full", "none"])
+def test_the_dense_way_is_hugging_face(fastest, lookahead, device, caplog):
+    fastest(WAYS[3])
+    engine = engine_of(lookahead=lookahead)
+    with caplog.at_level(logging.WARNING, "dejavu_ds"):
+        out = text(engine, device)
+    assert torch.equal(out, tiny_opt().to(device).generate(IDS.to(device), max_new_tokens=20, do_sample=False))
+    assert "batch of 2: dense heads and mlp, since a step takes 1.000 ms so and 2.000 ms" in caplog.text
+    report = engine.stats.report()
+    assert report.mlp_density == report.head_density == report.share_read == 1.0
+
+
+@pytest.mark.parametrize(("way", "density"), [(WAYS[1], {"head_density": 1.0}), (WAYS[2], {"mlp_density": 1.0})])
+def test_one_unit_dense_is_that_unit_at_density_1(fastest, way, density, device):
+    fastest(way)
+    engine, other = engine_of(), engine_of("gather", **density)
+    assert torch.equal(text(engine, device), text(other, device))
+    assert engine.stats.report() == other.stats.report()
+
+
+def test_measuring_leaves_no_trace(fastest, device):
+    fastest(frozenset())
+    engine, other = engine_of(), engine_of("gather")
+    text(engine, device), text(other, device)
+    assert engine.stats.report() == other.stats.report()
+
+
+def test_nothing_to_choose(monkeypatch, device):
+    monkeypatch.setattr(plan, "_milliseconds", lambda *_: pytest.fail("measured"))
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+    text(engine, device)
+
+
+def test_a_step_is_really_timed(device):
+    """Without a made-up clock: some way is taken, and the text is right for it."""
+    engine = engine_of()
+    out = text(engine, device)
+    assert out.shape == (2, 29)

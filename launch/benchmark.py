@@ -27,6 +27,7 @@ benchmarks:
   decode   one step of one sequence, by context
   batch    one step of several sequences, by batch size; each keeps an independent set, the batch their union
   tp       decode split over several GPUs: tp --num-gpus N, or deepspeed --num_gpus N launch/benchmark.py tp
+  tune     search the projections' block sizes and keep the fastest in kernels/tuned.json
 
 systems:
   hf-eager           Hugging Face's model as it is
@@ -39,7 +40,7 @@ systems:
 
 A system that fails is a row that says so. docs/benchmark.md explains the rows and how they are measured.
 """
-BENCHMARKS = ("kernels", "decode", "batch", "tp")
+BENCHMARKS = ("kernels", "decode", "batch", "tp", "tune")
 SYSTEMS = ("hf-eager", "hf-compiled", "deepspeed", "dense", "sparse", "deepspeed-kernels")
 KERNEL_SHAPES = ("opt-1.3b", "opt-6.7b", "opt-30b", "opt-66b", "opt-66b/4", "opt-175b/4", "opt-175b/8")
 _WARMUP = 10
@@ -67,16 +68,19 @@ def build_parser() -> Parser:
     for name in BENCHMARKS:
         sub = subparsers.add_parser(name, prog=f"benchmark.py {name}", description=__doc__, epilog=EPILOG)
         add_sizes(sub, name)
-        if name != "kernels":
+        if name not in ("kernels", "tune"):
             add_systems(sub, name)
-        add_measuring(sub, name)
+        if name == "tune":
+            add_tuning(sub)
+        else:
+            add_measuring(sub, name)
     return parser
 
 
 def add_sizes(sub: Parser, name: str) -> None:
     """Which model, in which setting."""
     add = sub.add_argument
-    if name == "kernels":
+    if name in ("kernels", "tune"):
         add("--shape", nargs="+", default=list(KERNEL_SHAPES), metavar="SHAPE[/TP]", help="default: %(default)s")
     else:
         which = sub.add_mutually_exclusive_group(required=True)
@@ -108,6 +112,18 @@ def add_systems(sub: Parser, name: str) -> None:
         add("--num-gpus", type=positive_int, help="start so many processes by DeepSpeed's launcher (default: one)")
 
 
+def add_tuning(sub: Parser) -> None:
+    """What is searched and where the result goes."""
+    from dejavu_ds.kernels.configs import KINDS, TUNED_FILE
+
+    add = sub.add_argument
+    add("--kernels", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="default: %(default)s")
+    add("--workers", type=positive_int, default=os.cpu_count(), help="processes that compile (default: %(default)s)")
+    add("--steps", type=positive_int, default=30, help="timed replays of a candidate (default: %(default)s)")
+    add("--out", metavar="FILE.json", default=str(TUNED_FILE), help="default: %(default)s")
+    add("--all", metavar="FILE.json", help="write the times of all candidates as well")
+
+
 def add_measuring(sub: Parser, name: str) -> None:
     """How it is measured and where it goes."""
     add = sub.add_argument
@@ -128,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         start_ranks(parser, args)
     elif world_size() > 1:
         parser.error(f"{args.benchmark} runs in one process; under the launcher use tp")
-    run_program(parser, run_kernels if args.benchmark == "kernels" else run_decode, args)
+    run_program(parser, {"kernels": run_kernels, "tune": run_tune}.get(args.benchmark, run_decode), args)
 
 
 def start_ranks(parser: Parser, args) -> None:
@@ -239,27 +255,53 @@ def find_shape(args):
 
 def run_kernels(args) -> None:
     """The operations alone."""
-    from dejavu_ds.bench.kernels import Layer, kernel_rows
-    from dejavu_ds.bench.shapes import parse_local_shape
+    from dejavu_ds.bench.kernels import kernel_rows
     from dejavu_ds.bench.traffic import Limit
 
     device = choose_device(args)
     args.steps = args.steps or (50 if device.type == "cuda" else 3)
+    layers = make_layers(args, device)
+    limit = Limit.measure(device).gb_per_s
+    rows = []
+    for layer in layers:
+        rows += kernel_rows(layer, args.steps, limit, say)
+        save(args, rows)
+    report(args, rows)
+
+
+def make_layers(args, device) -> list:
+    """A rank's share of a layer in every setting asked for."""
+    from dejavu_ds.bench.kernels import Layer
+    from dejavu_ds.bench.shapes import parse_local_shape
+
     shapes = [parse_local_shape(text) for text in args.shape]
     for shape, _ in shapes:
         if max(args.contexts) > shape.positions:
             raise ValueError(f"context {max(args.contexts)} is beyond the {shape.positions} positions of {shape.name}")
-    limit = Limit.measure(device).gb_per_s
-    rows = []
-    for shape, tp in shapes:
-        for batch in args.batch_sizes:
-            for context in args.contexts:
-                layer = Layer(
-                    shape, tp, batch, context, args.mlp_density, args.head_density, torch_dtype(args.dtype), device
-                )
-                rows += kernel_rows(layer, args.steps, limit, say)
-                save(args, rows)
-    report(args, rows)
+    settings = (args.mlp_density, args.head_density, torch_dtype(args.dtype), device)
+    return [
+        Layer(shape, tp, batch, context, *settings)
+        for shape, tp in shapes
+        for batch in args.batch_sizes
+        for context in args.contexts
+    ]
+
+
+def run_tune(args) -> None:
+    """The fastest block sizes, added to those of other shapes."""
+    import json
+
+    import torch
+
+    from dejavu_ds.bench.tune import tune, write_tuned
+
+    device = choose_device(args)
+    if device.type != "cuda" or args.dtype == "fp32":
+        raise ValueError(f"what is tuned is 16-bit kernels on a GPU, this would be {args.dtype} on {device.type}")
+    entries = tune(make_layers(args, device), args.kernels, args.steps, args.workers, say)
+    write_tuned(entries, torch.cuda.get_device_name(device), Path(args.out))
+    if args.all:
+        Path(args.all).write_text(json.dumps(entries) + "\n", encoding="utf-8")
 
 
 def save(args, rows: list[dict]) -> None:

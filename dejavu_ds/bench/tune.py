@@ -1,0 +1,132 @@
+"""Search for the fastest block sizes of the projections, for `kernels/tuned.json`.
+
+Every candidate runs as a step would run it: on buffers that overflow the L2 cache, in a CUDA graph. What the search
+varies has no influence on results beyond the order of sums.
+"""
+
+import itertools
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from dejavu_ds.bench.kernels import Layer
+from dejavu_ds.bench.timing import time_rotated
+from dejavu_ds.kernels.configs import KINDS, DownConfig, RowsConfig, token_block
+from dejavu_ds.kernels.gather_down_proj import TICKETS, gather_down_proj
+from dejavu_ds.kernels.gather_qkv import gather_qkv
+from dejavu_ds.kernels.gather_up_proj import gather_up_proj
+
+Config = RowsConfig | DownConfig
+_STD = 0.02
+
+
+def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
+    """Configurations worth trying: tiles that fill registers and threads, none that D does not divide into."""
+    block_b, dot = token_block(B)
+    if dot:
+        for n, d, stages in itertools.product((16, 32, 64), (64, 128, 256), (3, 4)):
+            if D % d == 0:
+                yield KINDS[kernel](block_b, n, d, True, stages)
+        return
+    if KINDS[kernel] is RowsConfig:
+        for n, d, warps, programs in itertools.product((1, 2, 4), (512, 1024, 2048), (2, 4, 8), (1056, 4096)):
+            per_thread = block_b * n * d / (32 * warps)
+            if D % d == 0 and 8 <= per_thread <= 64 and d >= 8 * 32 * min(warps, 4) and D // d <= 24:
+                yield RowsConfig(block_b, n, d, False, 1, warps, programs)
+        return
+    for n, d, warps, programs in itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024), (4, 8), (264, 528, 1056)):
+        per_thread = block_b * n * d / (32 * warps)
+        if D % d == 0 and (per_thread == 64 or (per_thread == 32 and warps == 4 and programs > 264)):
+            yield DownConfig(block_b, n, d, False, 1, warps, programs)
+
+
+def calls(kernel: str, layer: Layer, buffers: int | None = None) -> list[Callable[[Config], torch.Tensor]]:
+    """The kernel on each of several buffers, for a configuration to be given; as many as overflow the cache."""
+    D, B, w = layer.shape.hidden, layer.batch, layer.dtype.itemsize
+    heads = kernel in ("gather_qkv", "out_proj")
+    units, kept = (layer.heads, layer.kept_heads) if heads else (layer.neurons, layer.kept_neurons)
+    group = {"gather_qkv": 3 * layer.shape.head_dim, "out_proj": layer.shape.head_dim}.get(kernel, 1)
+    R = buffers or layer.buffers(units * group * D * w, kept * group * D * w)
+    weights = [layer.random(units * group, D, std=_STD) for _ in range(R)]
+    sets = [layer.choose(units, kept) for _ in range(R)]
+    x = layer.random(B, D)
+    tickets = torch.zeros(TICKETS, dtype=torch.int32, device=layer.device)
+    # Half of the kept neurons come out of the ReLU as zero.
+    h = layer.random(B, units * group) if heads else torch.relu(layer.random(B, units * group))
+
+    def call(i: int, config: Config) -> torch.Tensor:
+        if kernel == "gather_up_proj":
+            return gather_up_proj(x, weights[i], None, *sets[i], relu=True, config=config)
+        if kernel == "gather_qkv":
+            return gather_qkv(x, weights[i].view(units, 3, -1, D), None, *sets[i], config=config)
+        return gather_down_proj(
+            h, weights[i], *sets[i], group=group, skip_zeros=not heads, tickets=tickets, config=config
+        )
+
+    return [lambda config, i=i: call(i, config) for i in range(R)]
+
+
+def compile_some(jobs: list[tuple[str, Layer, Config]]) -> None:
+    """Fill Triton's cache on disk, in a process of its own."""
+    for (kernel, layer), group in itertools.groupby(jobs, key=lambda job: job[:2]):
+        (first,) = calls(kernel, layer, 1)
+        for _, _, config in group:
+            try:
+                first(config)
+            except triton.OutOfResources:
+                continue
+        torch.cuda.empty_cache()
+
+
+def tune(layers: list[Layer], kernels: list[str], repeats: int, workers: int, say: Callable[[str], None]) -> list[dict]:
+    """The fastest configuration of each kernel for each layer: entries of `tuned.json`, with all times beside."""
+    jobs = [(k, layer, c) for layer in layers for k in kernels for c in candidates(k, layer.batch, layer.shape.hidden)]
+    say(f"{len(jobs)} candidates, compiled by {workers} processes")
+    context = multiprocessing.get_context("spawn")
+    parts = [jobs[i::workers] for i in range(workers)]
+    processes = [context.Process(target=compile_some, args=(part,)) for part in parts if part]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    entries = []
+    for layer in layers:
+        for kernel in kernels:
+            entries.append(_fastest(kernel, layer, repeats))
+            say(json.dumps(entries[-1] | {"tried": len(entries[-1]["tried"])}))
+    return entries
+
+
+def _fastest(kernel: str, layer: Layer, repeats: int) -> dict[str, Any]:
+    on_buffers, times = calls(kernel, layer), {}
+    for config in candidates(kernel, layer.batch, layer.shape.hidden):
+        try:
+            taken = time_rotated([lambda f=f, c=config: f(c) for f in on_buffers], repeats, layer.device)
+        except triton.OutOfResources:
+            continue
+        times[config] = 1e3 * sorted(taken)[len(taken) // 2]
+    best = min(times, key=times.get)
+    return {
+        "kernel": kernel,
+        "D": layer.shape.hidden,
+        "config": best._asdict(),
+        "us": round(times[best], 2),
+        "tried": [[*config, round(us, 2)] for config, us in sorted(times.items(), key=lambda item: item[1])],
+    }
+
+
+def write_tuned(entries: list[dict], device: str, path: Path) -> None:
+    """Write `tuned.json`; earlier entries of other shapes stay."""
+    old = json.loads(path.read_text(encoding="utf-8"))["configs"] if path.exists() else []
+    kept = {(e["kernel"], e["config"]["block_b"], e["D"]): e for e in old}
+    for entry in entries:
+        kept[entry["kernel"], entry["config"]["block_b"], entry["D"]] = {
+            k: entry[k] for k in ("kernel", "D", "config", "us")
+        }
+    ordered = [kept[key] for key in sorted(kept)]
+    path.write_text(json.dumps({"device": device, "configs": ordered}, indent=1) + "\n", encoding="utf-8")

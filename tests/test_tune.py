@@ -1,0 +1,74 @@
+"""The search for block sizes: what it tries is right, what it finds is what the kernels then take."""
+
+import json
+
+import pytest
+import torch
+
+from dejavu_ds.bench import tune
+from dejavu_ds.bench.kernels import Layer
+from dejavu_ds.bench.shapes import parse_local_shape
+from dejavu_ds.kernels import configs
+from dejavu_ds.kernels.configs import KINDS, DownConfig, RowsConfig, read_tuned, token_block
+
+TINY = "hidden=64,ffn=96,heads=4,layers=2,vocab=512,positions=128"
+
+
+def layer_of(batch, device):
+    shape, tp = parse_local_shape(TINY)
+    return Layer(shape, tp, batch, 16, 0.5, 0.5, torch.float16, torch.device(device))
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+@pytest.mark.parametrize("D", [2048, 4096, 5120, 7168, 9216, 12288])
+@pytest.mark.parametrize("B", [1, 2, 4, 8, 16])
+def test_candidates(kernel, B, D):
+    found = list(tune.candidates(kernel, B, D))
+    assert 5 <= len(found) <= 40 and len(set(found)) == len(found)
+    for config in found:
+        assert D % config.block_d == 0 and (config.block_b, config.dot) == token_block(B)
+        if config.dot:
+            assert config.block_n >= 16
+        elif isinstance(config, RowsConfig):
+            assert config.block_b * config.block_n * config.block_d <= 64 * 32 * config.warps
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+@pytest.mark.parametrize("B", [1, 6])
+def test_every_candidate_gives_the_same(kernel, B, device):
+    torch.manual_seed(0)
+    block_b, dot = token_block(B)
+    kind = KINDS[kernel]
+    first, second = (kind(block_b, 16, 64, dot), kind(block_b, 32, 32, dot, warps=2, programs=5))
+    (call,) = tune.calls(kernel, layer_of(B, device), 1)
+    kept = {"gather_up_proj": 48, "gather_qkv": 2}.get(kernel)
+    results = [call(config)[:, :kept].double() for config in (first, second)]
+    # fp16 results of fp32 sums in another order: one rounding apart.
+    torch.testing.assert_close(*results, rtol=2e-3, atol=1e-4)
+
+
+def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
+    wanted = [RowsConfig(1, 4, 64), RowsConfig(1, 2, 32)]
+    monkeypatch.setattr(tune, "candidates", lambda kernel, B, D: wanted)
+    times = iter([[3.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
+    entry = tune._fastest("gather_up_proj", layer_of(1, device), 3)
+    assert (entry["D"], entry["us"], entry["config"]) == (64, 2000.0, wanted[1]._asdict())
+    path = tmp_path / "tuned.json"
+    tune.write_tuned([entry], "a card", path)
+    other = {"kernel": "out_proj", "D": 64, "config": DownConfig(16, 16, 64, True)._asdict(), "us": 1.0, "tried": []}
+    tune.write_tuned([other], "a card", path)
+    assert json.loads(path.read_text())["device"] == "a card"
+    assert read_tuned(path) == {
+        ("gather_up_proj", 1, 64): wanted[1],
+        ("out_proj", 16, 64): DownConfig(16, 16, 64, True),
+    }
+    monkeypatch.setattr(configs, "TUNED", read_tuned(path))
+    assert configs.rows_config("gather_up_proj", 1, 64, torch.bfloat16) == wanted[1]
+    assert configs.rows_config("gather_up_proj", 1, 64, torch.float32) != wanted[1]
+    assert configs.down_config("out_proj", 7, 64, torch.float16) == DownConfig(16, 16, 64, True)
+
+
+def test_the_shipped_table_can_be_read():
+    for (kernel, block_b, D), config in configs.TUNED.items():
+        assert isinstance(config, KINDS[kernel]) and config.block_b == block_b and D % config.block_d == 0

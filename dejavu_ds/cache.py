@@ -64,7 +64,7 @@ class DejaVuCache:
         length: filled slots, on the host.
         position: [1] int32 on the device, the slot of the next token; equals `length`.
         shapes: as given.
-        key_mask: [B, T] bool, False for padding.
+        key_mask: [B, T] bool, False for padding; True where nothing is yet, so that a step need not set it.
         position_ids: [B] int64, the position embedding of each sequence's next token.
         live: [B] bool, sequences that still generate; the others choose no heads or neurons.
         tokens: [B] int64, the tokens of the next step, for a captured step to find.
@@ -92,7 +92,7 @@ class DejaVuCache:
         self.shapes = shapes
         self.length = 0
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
-        self.key_mask = torch.zeros(batch_size, capacity, dtype=torch.bool, device=device)
+        self.key_mask = torch.ones(batch_size, capacity, dtype=torch.bool, device=device)
         self.position_ids = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.live = torch.ones(batch_size, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -122,7 +122,7 @@ class DejaVuCache:
         if capacity <= self.capacity:
             return
         extra = capacity - self.capacity
-        self.key_mask = torch.nn.functional.pad(self.key_mask, (0, extra))
+        self.key_mask = torch.nn.functional.pad(self.key_mask, (0, extra), value=True)
         for layer in self.layers:
             layer.k = torch.nn.functional.pad(layer.k, (0, 0, 0, extra))
             layer.v = torch.nn.functional.pad(layer.v, (0, 0, 0, extra))
@@ -144,7 +144,7 @@ class DejaVuCache:
         self.length = 0
         for tensor in self.progress():
             tensor.zero_()
-        self.key_mask.zero_()
+        self.key_mask.fill_(True)
         self.live.fill_(True)
         self.dense_units, self.planned = frozenset(), False
 

@@ -66,7 +66,6 @@ def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, token
     norms = [Norm.of(norm) for norm in (*(block.attention_norm for block in blocks), policy.final_norm(model))]
     rings = [*(layer.inputs for layer in cache.layers), None]
     hidden = policy.embed(model, tokens[:, None], cache.position_ids[:, None]).squeeze(1)
-    cache.key_mask.index_fill_(1, cache.position.long(), True)
     x = ops_for(hidden.device).add_norm(None, None, hidden, norms[0], rings[0], cache.position)
     for i, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
         x = block.decode(hidden, x, layer, cache, norms[i + 1], rings[i + 1])

@@ -51,7 +51,6 @@ class SparseAttention(nn.Module):
         self._scale = head_dim**-0.5
         self._ops = ops
         self._tp = tp
-        self._partial = torch.float32 if tp.size > 1 else None  # dtype of this rank's part of the output
         self._every_head = Selection.all_of(self.heads, self.qkv.device)
         self._tickets = torch.zeros(TICKETS, dtype=torch.int32, device=self.qkv.device)
         self.recovered_total = torch.zeros(1, dtype=torch.int64, device=self.qkv.device)
@@ -132,7 +131,13 @@ class SparseAttention(nn.Module):
             o = self._attend_one(x, layer, cache, selection)
             idx, count, _ = selection
             y = self._ops.gather_down_proj(
-                o.flatten(1), self.out, idx, count, group=self.head_dim, out_dtype=self._partial, tickets=self._tickets
+                o.flatten(1),
+                self.out,
+                idx,
+                count,
+                group=self.head_dim,
+                out=self._tp.partial(*x.shape, x.device),
+                tickets=self._tickets,
             )
         return self._ops.add_norm(self._tp.sum_partial(y), self.out_bias, hidden, norm)
 

@@ -97,7 +97,7 @@ class DejaVuCache:
         self.live = torch.ones(batch_size, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.dense_units: frozenset[str] = frozenset()
-        self.planned = False
+        self.planned = -1  # by whom `dense_units` was decided: `StepRunner`'s number
         self.layers = [
             LayerCache(
                 # Zeros, not empty: a masked slot is read by some kernels and must not hold NaN.
@@ -146,7 +146,7 @@ class DejaVuCache:
             tensor.zero_()
         self.key_mask.fill_(True)
         self.live.fill_(True)
-        self.dense_units, self.planned = frozenset(), False
+        self.dense_units, self.planned = frozenset(), -1
 
     def nbytes(self) -> int:
         """Bytes held by keys, values and kept inputs on this rank."""

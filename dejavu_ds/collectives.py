@@ -57,9 +57,16 @@ class TensorParallel:
             return self
         return replace(self, one_shot=one_shot)
 
+    def partial(self, B: int, D: int, device: torch.device) -> torch.Tensor | None:
+        """Where this rank's part of a decode step's result [B, D] goes, fp32: for `sum_partial`. None at size 1."""
+        if self.size == 1:
+            return None
+        part = None if self.one_shot is None else self.one_shot.part(B, D)
+        return torch.empty(B, D, dtype=torch.float32, device=device) if part is None else part
+
     def sum_partial(self, y: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks of a decode step's partial results [B, D] fp32; the same bits on every rank."""
-        if self.one_shot is not None and self.one_shot.fits(y):
+        """Sum over the ranks of what was written to `partial`; the same bits on every rank."""
+        if self.one_shot is not None and self.one_shot.holds(y):
             return self.one_shot(y)
         return self.all_reduce(y)
 
@@ -85,7 +92,7 @@ class TensorParallel:
 
 
 class OneShotSum:
-    """Sum over the GPUs of one host in one launch: each writes its part where all can read it, and adds them up.
+    """Sum over the GPUs of one host in one launch: each has written its part where all can read it, and adds them up.
 
     Through torch's symmetric memory, without NVLink multicast. NCCL takes two to three times as long for one token. The
     memory is set up here, so that the sum can be captured in a CUDA graph. fp32, since torch has it for no fp16.
@@ -99,15 +106,20 @@ class OneShotSum:
         symmetric_memory.rendezvous(self._buffer, group)
         self._group_name = group.group_name
 
-    def fits(self, y: torch.Tensor) -> bool:
-        """Whether `y` fits the buffer, in whole vectors of 16 bytes."""
-        return y.dtype == torch.float32 and y.numel() <= self._buffer.numel() and y.numel() % 4 == 0
+    def part(self, B: int, D: int) -> torch.Tensor | None:
+        """[B, D] of the shared memory, which a sum leaves to be written again; None if it is not whole vectors of 16
+        bytes or does not fit."""
+        n = B * D
+        return self._buffer[:n].view(B, D) if n <= self._buffer.numel() and n % 4 == 0 else None
 
-    def __call__(self, y: torch.Tensor) -> torch.Tensor:
-        """A new tensor; `y` contiguous."""
-        part = self._buffer[: y.numel()]
-        total = torch.ops.symm_mem.one_shot_all_reduce_copy(part, y.flatten(), "sum", self._group_name)
-        return total.view_as(y)
+    def holds(self, y: torch.Tensor) -> bool:
+        """Whether `y` is a `part`."""
+        return y.data_ptr() == self._buffer.data_ptr()
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        """A new tensor."""
+        total = torch.ops.symm_mem.one_shot_all_reduce(part.flatten(), "sum", self._group_name)
+        return total.view_as(part)
 
 
 @contextmanager

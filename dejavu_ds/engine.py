@@ -289,9 +289,15 @@ class DejaVuEngine(InferenceEngine):
             )
         self.runner.forget(
             capturable=all(selector.capturable for selector, _ in selectors.values()),
-            optional={unit for unit, _ in selectors} if sparsity.mode == "auto" else set(),
+            optional=self._sparse_anywhere(selectors) if sparsity.mode == "auto" else (),
         )
         self.stats.reset()
+
+    def _sparse_anywhere(self, selectors: Mapping[tuple[str, int], object]) -> list[str]:
+        """The units that have selectors on some rank; one without neurons has none. Collective."""
+        here = [float(any(unit == wanted for unit, _ in selectors)) for wanted in UNITS]
+        everywhere = self.tp.all_reduce(torch.tensor(here, device=self.device)).tolist()
+        return [unit for unit, count in zip(UNITS, everywhere, strict=True) if count]
 
     def local_units(self, unit: str, layer: int) -> tuple[int, int]:
         """(start, stop) of this rank's among a layer's units; collective, so to be asked on every rank alike."""

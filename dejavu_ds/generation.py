@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, MaxLengthCriteria
 
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.token_loop import TokenChooser, generate_tokens
@@ -141,7 +141,10 @@ def sample(
     pad = generation_config._pad_token_tensor if padded else None
     record = generation_config.return_dict_in_generate
     if not record and TokenChooser.fits(logits_processor, stopping_criteria):
-        chooser = TokenChooser(logits_processor, stopping_criteria, do_sample, pad, engine.tp)
+        chooser = TokenChooser(logits_processor, stopping_criteria, do_sample, pad, engine.tp, engine.device)
+        # A criterion of the caller's may end it before max_length does; one token is always made.
+        ends = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+        new_tokens = max(1, min([*ends, generation_config.max_length]) - input_ids.shape[1])
         made = generate_tokens(engine, cache, logits, chooser, new_tokens, to_streamer)
         if to_streamer is not None:
             to_streamer.end()
@@ -175,6 +178,8 @@ def sample(
     if to_streamer is not None:
         to_streamer.end()
     if not record:
+        if kept_cache is None:
+            engine.runner.keep_spare(cache)
         return input_ids
     output = GenerateDecoderOnlyOutput(
         sequences=input_ids, scores=tuple(scores) or None, logits=tuple(raw_logits) or None

@@ -32,7 +32,6 @@ class SparseMLP(nn.Module):
         self.masked = False
         self._ops = ops
         self._tp = tp
-        self._partial = torch.float32 if tp.size > 1 else None  # dtype of this rank's part of the output
         self._every_neuron = Selection.all_of(self.neurons, self.fc1.device)
         self._tickets = torch.zeros(TICKETS, dtype=torch.int32, device=self.fc1.device)
 
@@ -69,7 +68,13 @@ class SparseMLP(nn.Module):
         else:
             h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True)
             y = self._ops.gather_down_proj(
-                h, self.fc2, idx, count, skip_zeros=True, out_dtype=self._partial, tickets=self._tickets
+                h,
+                self.fc2,
+                idx,
+                count,
+                skip_zeros=True,
+                out=self._tp.partial(*x.shape, x.device),
+                tickets=self._tickets,
             )
         return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position)
 

@@ -8,7 +8,7 @@ that it really has, and the fastest way is kept for batches of that size.
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import median
 
 import torch
@@ -21,13 +21,13 @@ logger = logging.getLogger("dejavu_ds")
 _WARM_UP, _REPEATS = 2, 7
 
 
-def ways(units: set[str]) -> list[frozenset[str]]:
+def ways(units: Collection[str]) -> list[frozenset[str]]:
     """Every set of units that could run dense, the fully sparse way first."""
     return [frozenset(c) for n in range(len(units) + 1) for c in itertools.combinations(sorted(units), n)]
 
 
 def fastest_way(
-    units: set[str],
+    units: Collection[str],
     cache: DejaVuCache,
     make_step: Callable[[], Callable[[], object]],
     moving: list[torch.Tensor],

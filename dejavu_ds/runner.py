@@ -1,8 +1,9 @@
 """Who runs the decode steps of an engine: eagerly, or as CUDA graphs that are kept with the caches."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+import gc
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -18,6 +19,29 @@ if TYPE_CHECKING:
 _LEAST_CAPACITY = 256
 
 
+_RUNNERS: "WeakSet[StepRunner]" = WeakSet()
+
+
+def release_graphs() -> None:
+    """Let go of the captured steps of every engine in this process; they are captured anew when needed.
+
+    Before the process group is destroyed: NCCL waits for the graphs that know its communicators.
+    """
+    for runner in list(_RUNNERS):
+        runner.release()
+    gc.collect()
+
+
+class CapturedCache(NamedTuple):
+    """What was captured for one cache: its step, and the choices that go on from the step's logits.
+
+    A choice is kept with its chooser, whose tensors the graph uses.
+    """
+
+    step: GraphedStep
+    choices: "dict[str, tuple[GraphedStep, TokenChooser]]"
+
+
 class StepRunner:
     """Runs decode steps; one graph for each cache that is decoded in, for a graph knows addresses.
 
@@ -30,48 +54,56 @@ class StepRunner:
         self._engine = engine
         self._cuda_graph = cuda_graph and engine.device.type == "cuda"
         self._capturable = True
-        self._optional: set[str] = set()
+        self._optional: frozenset[str] = frozenset()
         self._ways: dict[int, frozenset[str]] = {}
-        self._graphs: WeakKeyDictionary[DejaVuCache, GraphedStep] = WeakKeyDictionary()
+        self._version = 0
+        self._captured: WeakKeyDictionary[DejaVuCache, CapturedCache] = WeakKeyDictionary()
         self._logits: torch.Tensor | None = None
         self._spare: DejaVuCache | None = None
+        _RUNNERS.add(self)
 
     @property
     def uses_graphs(self) -> bool:
         """Whether steps are replayed: on a GPU, unless turned off or the selections cannot be captured."""
         return self._cuda_graph and self._capturable
 
-    def forget(self, capturable: bool, optional: set[str]) -> None:
+    def forget(self, capturable: bool, optional: Collection[str]) -> None:
         """The steps are other ones from here on.
 
         capturable  whether a graph can hold them
-        optional    the units that may run dense where that is faster
+        optional    the units that may run dense where that is faster, the same on every rank
         """
-        self._capturable, self._optional = capturable, optional
-        self._graphs.clear()
+        self._capturable, self._optional = capturable, frozenset(optional)
         self._ways.clear()
+        self._version += 1
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what was captured and of the spare cache, and so of their memory."""
+        self._captured.clear()
+        self._logits = self._spare = None
 
     def step(self, cache: DejaVuCache) -> torch.Tensor:
         """One decode step of `cache.tokens`: [B, V] logits, which the next step may overwrite.
 
         The cache must have room for a token.
         """
-        if self._optional and not cache.planned:
+        if cache.planned != self._version:
             self._plan(cache)
         self._engine.stats.count_step(cache.dense_units)
-        self._logits = self._graph(cache)() if self.uses_graphs else self._eager(cache)
+        self._logits = self._capture(cache).step() if self.uses_graphs else self._eager(cache)
         cache.length += 1
         return self._logits
 
     def chooser(self, cache: DejaVuCache, chooser: "TokenChooser") -> Callable[[], torch.Tensor]:
-        """`chooser` on the logits of the cache's last step, as a graph where steps are."""
+        """`chooser` on the logits of the cache's last step, as a graph where steps are; after a first step."""
         if not self.uses_graphs:
             return lambda: chooser(self._logits, cache)
-        graphed, key = self._graph(cache), chooser.key()
-        if key not in graphed.choosers:
-            logits, moving = graphed.output, [cache.tokens, cache.live]
-            graphed.choosers[key] = GraphedStep(lambda: chooser(logits, cache), moving, cache.capacity)
-        return graphed.choosers[key]
+        captured, key = self._capture(cache), chooser.key()
+        if key not in captured.choices:
+            logits, moving = captured.step.output, [cache.tokens, cache.live]
+            captured.choices[key] = GraphedStep(lambda: chooser(logits, cache), moving), chooser
+        return captured.choices[key][0]
 
     def spare_cache(self, batch_size: int, tokens: int) -> DejaVuCache:
         """An empty cache with room for so many tokens: the one kept of an earlier generation if it fits, with its
@@ -92,28 +124,29 @@ class StepRunner:
 
     def _plan(self, cache: DejaVuCache) -> None:
         """Decide what runs dense in this cache, before its first step: measured once for each batch size."""
-        cache.planned = True
-        if cache.batch_size in self._ways:
-            cache.dense_units = self._ways[cache.batch_size]
+        cache.planned, cache.dense_units = self._version, frozenset()
+        if not self._optional:
             return
+        if cache.batch_size not in self._ways:
 
-        def make_step() -> Callable[[], torch.Tensor]:
-            self._graphs.pop(cache, None)
-            return self._graph(cache) if self.uses_graphs else lambda: self._eager(cache)
+            def make_step() -> Callable[[], torch.Tensor]:
+                return self._capture(cache).step if self.uses_graphs else lambda: self._eager(cache)
 
-        moving = cache.progress() + self._engine.stats.counters()
-        cache.dense_units, times = fastest_way(self._optional, cache, make_step, moving, self._engine.tp)
-        self._ways[cache.batch_size] = cache.dense_units
-        if cache.dense_units != list(times)[-1]:
-            self._graphs.pop(cache, None)  # it holds the way that was measured last
-
-    def _graph(self, cache: DejaVuCache) -> GraphedStep:
-        """The captured step of a cache; captured now if it was not before, or the cache has been enlarged since."""
-        graphed = self._graphs.get(cache)
-        if graphed is None or graphed.capacity != cache.capacity:
             moving = cache.progress() + self._engine.stats.counters()
-            graphed = self._graphs[cache] = GraphedStep(lambda: self._eager(cache), moving, cache.capacity)
-        return graphed
+            tp = self._engine.tp
+            self._ways[cache.batch_size], _ = fastest_way(self._optional, cache, make_step, moving, tp)
+        cache.dense_units = self._ways[cache.batch_size]
+
+    def _capture(self, cache: DejaVuCache) -> CapturedCache:
+        """What is captured of a cache; anew if the cache has been enlarged since, or something else runs dense."""
+        made_for = cache.capacity, cache.dense_units
+        captured = self._captured.get(cache)
+        if captured is None or captured.step.made_for != made_for:
+            self._captured.pop(cache, None)  # its memory first
+            moving = cache.progress() + self._engine.stats.counters()
+            step = GraphedStep(lambda: self._eager(cache), moving, made_for)
+            captured = self._captured[cache] = CapturedCache(step, {})
+        return captured
 
     def _eager(self, cache: DejaVuCache) -> torch.Tensor:
         return decode.decode_one_token(self._engine.module, self._engine.policy, cache, cache.tokens)

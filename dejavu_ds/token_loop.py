@@ -36,6 +36,7 @@ class TokenChooser:
         processors: of the kinds that `fits` accepts.
         criteria: likewise.
         do_sample: draw from the distribution in place of its maximum.
+        device: of the logits.
         pad: [] int64, what finished sequences go on with; None: they go on generating.
         tp: the ranks must draw the same.
     """
@@ -47,10 +48,12 @@ class TokenChooser:
         do_sample: bool,
         pad: torch.Tensor | None,
         tp: TensorParallel,
+        device: torch.device,
     ) -> None:
         self._processors, self._do_sample, self._pad, self._tp = processors, do_sample, pad, tp
-        eos = [criterion.eos_token_id.flatten() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-        self._eos = torch.cat(eos) if eos else None
+        ends = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        # The caller's own criteria are made on the CPU.
+        self._eos = torch.cat([end.flatten().to(device) for end in ends]) if ends else None
 
     @staticmethod
     def fits(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
@@ -96,8 +99,7 @@ def generate_tokens(
     Returns:
         [B, n] int64 on the engine's device; n is less if every sequence has ended.
     """
-    choose = engine.runner.chooser(cache, chooser)
-    made = []
+    choose, made = None, []
     outcome = chooser(logits, cache)
     while True:
         *tokens, any_live = outcome.tolist()
@@ -107,5 +109,6 @@ def generate_tokens(
         if len(made) == new_tokens or not any_live:
             break
         engine.runner.step(cache)
+        choose = choose or engine.runner.chooser(cache, chooser)
         outcome = choose()
     return torch.tensor(made, device=engine.device).T

@@ -19,7 +19,7 @@ Shapes (B tokens, D hidden size, cap = idx.numel(), K = count kept units):
     idx      [cap]            int32, 0 <= idx[:K] < N, any order; values are not checked (it would sync)
     count    [1]              int32, 0 <= K <= cap
     tickets  [>= tiles]       int32 zeros that no launch running at the same time uses; zeros again afterwards
-    y        [B, D]           dtype of h or fp32, accumulated in fp32; zeros if K = 0
+    y        [B, D]           dtype of h, or `out` and its dtype; accumulated in fp32; zeros if K = 0
 Column s * group + j of h belongs to row idx[s] * group + j of w.
 """
 
@@ -39,7 +39,7 @@ def gather_down_proj_ref(
     count: torch.Tensor,
     group: int = 1,
     skip_zeros: bool = False,
-    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch twin of `gather_down_proj`: same arguments, same result, rounded where torch rounds.
@@ -51,12 +51,17 @@ def gather_down_proj_ref(
     if skip_zeros:
         columns = (h != 0).any(dim=0).nonzero().squeeze(1)
         h, rows = h.index_select(1, columns), idx[columns // group] * group + columns % group
+        y = _rows_times(h, w, rows)
     elif is_every_unit(idx, group, w.shape[0]):
-        return (h @ w).to(out_dtype or h.dtype)
+        y = h @ w
     else:
         rows = (idx[:, None] * group + torch.arange(group, device=idx.device, dtype=idx.dtype)).flatten()
-    y = _weighted_rows(h, w, rows) if h.dtype == torch.float32 else h @ w.index_select(0, rows)
-    return y.to(out_dtype or h.dtype)
+        y = _rows_times(h, w, rows)
+    return y if out is None else out.copy_(y)
+
+
+def _rows_times(h: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return _weighted_rows(h, w, rows) if h.dtype == torch.float32 else h @ w.index_select(0, rows)
 
 
 def _weighted_rows(h: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -227,30 +232,30 @@ def gather_down_proj(
     count: torch.Tensor,
     group: int = 1,
     skip_zeros: bool = False,
-    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
     config: DownConfig | None = None,
 ) -> torch.Tensor:
     """Return the sum over the kept rows of h[:, n] * w[n]; shapes and limits are in the module docstring.
 
-    Each kept row of `w` is read once for every 16 tokens. `tickets`, of `TICKETS` elements, saves a memset a call;
-    `config` overrides the tuned block sizes. `out_dtype` fp32 leaves a partial result unrounded.
+    Each kept row of `w` is read once for every 16 tokens. `out` [B, D], contiguous, takes the result; in fp32 a partial
+    one stays unrounded. `tickets`, of `TICKETS` elements, saves a memset a call; where those are too few, they are made
+    for the call. `config` overrides the tuned block sizes.
 
     Raises:
-        ValueError: wrong shapes, a `group` that does not divide the rows, too few tickets, or tensors that are not
-            contiguous.
+        ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
         TypeError: h and w of different dtypes, or idx, count or tickets not int32.
     """
     _check(h, w, idx, count, group, tickets)
+    if out is not None and (out.shape != (h.shape[0], w.shape[1]) or not out.is_contiguous()):
+        raise ValueError(f"out must be {[h.shape[0], w.shape[1]]} and contiguous, got {tuple(out.shape)}")
     B, D = h.shape[0], w.shape[1]
     c = config or down_config("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
     tiles_d, tiles_b = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
-    if tickets is None:
+    if tickets is None or tickets.numel() < tiles_d * tiles_b:
         tickets = torch.zeros(tiles_d * tiles_b, dtype=torch.int32, device=h.device)
-    elif tickets.numel() < tiles_d * tiles_b:
-        raise ValueError(f"y of {[B, D]} takes {tiles_d * tiles_b} tickets, got {tickets.numel()}")
     splits = _splits(h.shape[1], tiles_d * tiles_b, c.programs)
-    y = torch.empty(B, D, device=h.device, dtype=out_dtype or h.dtype)
+    y = torch.empty(B, D, device=h.device, dtype=h.dtype) if out is None else out
     part = torch.empty(splits, B, D, device=h.device, dtype=torch.float32)
     _gather_down_proj_kernel[(tiles_d, splits, tiles_b)](
         h, w, idx, count, part, tickets, y,

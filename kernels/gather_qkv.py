@@ -232,7 +232,7 @@ def gather_qkv(
         HAS_BIAS=b is not None,
         HAS_MISSED=missed is not None,
         BLOCK_B=c.block_b,
-        BLOCK_I=max(2, c.block_b),
+        BLOCK_I=c.block_b,  # of missed inputs: tiles of the same shape add in the same order
         BLOCK_N=c.block_n,
         BLOCK_D=c.block_d,
         DOT=c.dot,

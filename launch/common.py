@@ -133,7 +133,10 @@ def leave_job() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        from dejavu_ds.runner import release_graphs
+
         dist.barrier()
+        release_graphs()
         dist.destroy_process_group()
 
 

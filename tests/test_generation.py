@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import FixedSelector, bundled, fix_selection, tiny_opt
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 import dejavu_ds
 from dejavu_ds.checkpoint import bundled_model
@@ -53,6 +54,9 @@ class Favour(LogitsProcessor):
         pytest.param({"stopping_criteria": [AfterFive()]}, id="stopping_criteria"),
         pytest.param({"logits_processor": LogitsProcessorList([Favour()])}, id="logits_processor"),
         {"eos_token_id": list(range(60))},
+        pytest.param({"stopping_criteria": [MaxLengthCriteria(12)]}, id="shorter than max_new_tokens"),
+        pytest.param({"stopping_criteria": [MaxLengthCriteria(3)]}, id="shorter than the prompt"),
+        pytest.param({"stopping_criteria": [EosTokenCriteria(list(range(60)))]}, id="the caller's end of sequence"),
         {"do_sample": True},
         {"do_sample": True, "temperature": 0.7, "top_k": 20},
         {"do_sample": True, "top_p": 0.8},

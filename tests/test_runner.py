@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 import dejavu_ds
 from dejavu_ds import SparsityConfig
 from dejavu_ds.collectives import TensorParallel
+from dejavu_ds.runner import release_graphs
 from dejavu_ds.token_loop import TokenChooser
 
 
@@ -59,6 +60,36 @@ def test_generation_with_and_without_graphs(options, device):
 
 
 @pytest.mark.gpu
+def test_a_choice_outlives_the_call_that_made_it(device):
+    """A graph knows the addresses of the end-of-sequence and padding tokens, which every call makes anew."""
+    engine, reference = engine_of(predictors=False), tiny_opt().to(device)
+    ids = prompt(3, 9, device)
+    for last in (40, 40, 90, 40):
+        options = {"eos_token_id": list(range(3, last)), "pad_token_id": 1, "max_new_tokens": 25}
+        assert torch.equal(engine.generate(ids, **options), reference.generate(ids, do_sample=False, **options))
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}])
+def test_auto_with_graphs(options, device):
+    """Measured in the first call, known in the second, in which the cache is another."""
+    engine = engine_of(sparsity=SparsityConfig(mlp_density=0.3, head_density=0.5, mode="auto"))
+    for new_tokens in (12, 400):
+        out = engine.generate(prompt(2, 9, device), max_new_tokens=min(new_tokens, 100), **options)
+        assert out.max() < 131
+        engine.runner._spare = None
+
+
+@pytest.mark.gpu
+def test_released_graphs_are_captured_again(device):
+    engine, ids = engine_of(), prompt(device=device)
+    first = engine.generate(ids, max_new_tokens=12)
+    release_graphs()
+    assert torch.equal(engine.generate(ids, max_new_tokens=12), first)
+
+
+@pytest.mark.gpu
 def test_a_selection_that_cannot_be_captured_runs_eagerly(device):
     engine = engine_of(predictors=False)
     assert engine.runner.uses_graphs
@@ -90,6 +121,16 @@ def test_a_cache_is_used_again(device):
     assert engine.runner._spare is not spare
 
 
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
+def test_both_loops_keep_the_cache(options, device):
+    engine = engine_of()
+    engine.generate(prompt(device=device), max_new_tokens=4, **options)
+    spare = engine.runner._spare
+    assert spare is not None
+    engine.generate(prompt(device=device), max_new_tokens=4, **options)
+    assert engine.runner._spare is spare
+
+
 def test_a_cache_that_was_handed_out_is_not_used_again(device):
     engine, ids = engine_of(), prompt(device=device)
     out = engine.generate(ids, max_new_tokens=5, return_dict_in_generate=True)
@@ -117,7 +158,9 @@ def test_an_aborted_generation_leaves_nothing_behind(device):
 
 def test_choices_are_told_apart():
     def key(k=5, do_sample=True, pad=None):
-        return TokenChooser(LogitsProcessorList([TopKLogitsWarper(k)]), [], do_sample, pad, TensorParallel()).key()
+        return TokenChooser(
+            LogitsProcessorList([TopKLogitsWarper(k)]), [], do_sample, pad, TensorParallel(), torch.device("cpu")
+        ).key()
 
     assert key() == key()
     assert len({key(), key(k=6), key(do_sample=False), key(pad=torch.tensor(1))}) == 4

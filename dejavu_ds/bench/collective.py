@@ -23,7 +23,8 @@ def all_reduce_rows(source: Source, benchmark: str, batches: list[int], repeats:
             ("dense", tp.sum_partial, torch.float32),
             ("deepspeed", tp.all_reduce, source.dtype),
         ):
-            x = torch.zeros(shape, dtype=dtype, device=source.device)
+            x = tp.partial(*shape, source.device) if system == "dense" else None
+            x = torch.zeros(shape, dtype=dtype, device=source.device) if x is None else x.zero_()
             row = make_row(
                 benchmark=benchmark,
                 shape=source.shape.name,

@@ -48,6 +48,35 @@ def test_every_unit_in_order(implementation, device):
     check_down(IMPLEMENTATIONS[implementation].gather_down_proj, case, implementation == "triton")
 
 
+@pytest.mark.parametrize("skip_zeros", [False, True], ids=["dense", "skip"])
+def test_into_a_partial_result(implementation, skip_zeros, device):
+    """In fp32 the sum is not rounded to 16 bit, so that the ranks' parts add up as one sum would."""
+    torch.manual_seed(0)
+    case = make_down(3, 33, 200, 120, 1, skip_zeros, torch.float16, device)
+    out = torch.full((3, 33), float("nan"), device=device)
+    op = IMPLEMENTATIONS[implementation].gather_down_proj
+    assert op(**case, out=out) is out
+    rounded = op(**case)
+    if implementation == "triton":
+        exact = case | {"h": case["h"].double(), "w": case["w"].double()}
+        torch.testing.assert_close(
+            out.double(), IMPLEMENTATIONS["torch"].gather_down_proj(**exact), rtol=1e-5, atol=1e-5
+        )
+    assert torch.equal(out.half(), rounded)
+    with pytest.raises(ValueError, match=r"out must be \[3, 33\]"):
+        gather_down_proj(**case, out=out[:2])
+
+
+def test_tickets_are_left_as_they_were(device):
+    torch.manual_seed(0)
+    case = make_down(17, 257, 300, 120, 1, False, torch.float32, device)
+    tickets = torch.zeros(100, dtype=torch.int32, device=device)
+    first = gather_down_proj(**case, tickets=tickets)
+    assert not tickets.any()
+    assert torch.equal(gather_down_proj(**case, tickets=tickets), first)
+    assert torch.equal(gather_down_proj(**case, tickets=tickets[:1]), first)  # too few: made for the call
+
+
 @pytest.mark.parametrize("count", [0, 1, 9, 40])
 def test_more_splits_than_there_is_work(count, device, monkeypatch):
     monkeypatch.setattr(module, "_MIN_ROWS_PER_SPLIT", 2)

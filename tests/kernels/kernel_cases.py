@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from dejavu_ds.kernels.gather_qkv import Missed
 from dejavu_ds.kernels.ops import TORCH, TRITON
 
 NAN = float("nan")
@@ -254,6 +255,70 @@ def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
             assert_exact(first[name][:, head, start:t], exact, terms, rounded_once)
             untouched[:, head, start:t] = case[name][:, head, start:t]
         assert_same_bits(untouched, case[name])
+
+
+def make_qkv(B, D, H, head_dim, count, dtype, device, bias=True, cap=None, watermark=None, t=9, R=6, T=12, at_most=4):
+    """`watermark` [H]: runs of up to `at_most` missed tokens are due for kept heads."""
+    idx, kept = pick(H, cap or H, count)
+    w, b = torch.randn(H, 3, head_dim, D) / D**0.5, torch.randn(H, 3, head_dim)
+    w[~kept], b[~kept] = NAN, NAN
+    missed = None
+    if watermark is not None:
+        inputs = torch.full((B, R, D), NAN)
+        for head, first in enumerate(watermark):
+            if kept[head] and 0 < t - first <= at_most:
+                inputs[:, torch.arange(first, t) % R] = torch.randn(B, t - first, D)
+        cache = torch.full((B, H, T, head_dim), NAN).to(device, dtype)
+        low = torch.tensor(watermark, dtype=torch.int32, device=device)
+        missed = Missed(inputs.to(device, dtype), low, scalar(t, device), cache, cache.clone(), at_most)
+    return {
+        "x": randn(B, D, dtype=dtype, device=device),
+        "w": w.to(device, dtype),
+        "b": b.to(device, dtype) if bias else None,
+        "idx": idx.to(device),
+        "count": scalar(count, device),
+        "missed": missed,
+    }
+
+
+def check_qkv(op: Callable, case: dict, rounded_once: bool) -> None:
+    count = int(case["count"])
+    heads = case["idx"][:count].long()
+    first, second = copy.deepcopy(case), copy.deepcopy(case)
+    qkv, again = op(**first), op(**second)
+    B, head_dim = case["x"].shape[0], case["w"].shape[2]
+    assert qkv.shape == (B, case["idx"].numel(), 3, head_dim) and qkv.dtype == case["x"].dtype
+
+    def truth(x, heads):
+        """[B, ..., heads, 3, head_dim] of x [B, ..., D], and the terms."""
+        x, w = x.double(), case["w"][heads].double()
+        exact = torch.einsum("...d,hprd->...hpr", x, w)
+        terms = torch.einsum("...d,hprd->...hpr", x.abs(), w.abs())
+        if case["b"] is None:
+            return exact, terms
+        b = case["b"][heads].double()
+        return exact + b, terms + b.abs()
+
+    assert_exact(qkv[:, :count], *truth(case["x"], heads), rounded_once)
+    assert_same_bits(qkv[:, :count], again[:, :count])
+    if case["missed"] is None:
+        return
+    before, after = case["missed"], first["missed"]
+    assert torch.equal(after.watermark, before.watermark)
+    t, R = int(before.position), before.inputs.shape[1]
+    for part, name in ((1, "k_cache"), (2, "v_cache")):
+        stored = getattr(after, name)
+        assert_same_bits(stored, getattr(second["missed"], name))
+        rest = stored.clone()
+        for head in heads.tolist():
+            low = int(before.watermark[head])
+            if not 0 < t - low <= before.at_most:
+                continue
+            x = before.inputs[:, torch.arange(low, t, device=rest.device) % R]
+            exact, terms = truth(x, torch.tensor([head], device=rest.device))
+            assert_exact(stored[:, head, low:t], exact[:, :, 0, part], terms[:, :, 0, part], rounded_once)
+            rest[:, head, low:t] = getattr(before, name)[:, head, low:t]
+        assert_same_bits(rest, getattr(before, name))
 
 
 def make_predict(B, N, r, threshold, live, bias, dtype, device):

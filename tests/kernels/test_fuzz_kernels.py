@@ -67,11 +67,21 @@ def fuzz_recover(rng, dtype, device):
     cases.check_recover(TRITON.recover_kv, case, True)
 
 
+def fuzz_qkv(rng, dtype, device):
+    H, t, R = rng.randint(1, 5), rng.randint(0, 9), rng.randint(1, 9)
+    cap = rng.randint(1, H)
+    shape = rng.choice(BATCHES), rng.choice(WIDTHS), H, rng.choice(HEAD_DIMS), rng.randint(0, cap)
+    watermark = rng.choice([None, [max(0, t - rng.randint(0, R)) for _ in range(H)]])
+    options = {"watermark": watermark, "t": t, "R": R, "at_most": rng.randint(0, R), "cap": cap}
+    case = cases.make_qkv(*shape, dtype, device, bias=rng.random() < 0.5, **options)
+    cases.check_qkv(TRITON.gather_qkv, case, True)
+
+
 def run_case(seed: int, device: str) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = rng.choice(list(cases.DTYPES.values()))
-    rng.choice([fuzz_predict, fuzz_up, fuzz_down, fuzz_attention, fuzz_recover])(rng, dtype, device)
+    rng.choice([fuzz_predict, fuzz_up, fuzz_qkv, fuzz_down, fuzz_attention, fuzz_recover])(rng, dtype, device)
 
 
 @pytest.fixture(autouse=True)

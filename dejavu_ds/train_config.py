@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 
 from dejavu_ds.criteria import CRITERIA, MLP_WEIGHTS
-from dejavu_ds.taps import LOOKAHEADS
+from dejavu_ds.taps import LOOKAHEADS, UNITS
 
+# What `units` may be: which predictors are trained.
+UNIT_CHOICES = ("all", *UNITS)
 _COUNTS = ("epochs", "patience", "context", "buffer_tokens", "batch_tokens")
 
 
@@ -14,6 +16,8 @@ class TrainConfig:
     """How to train. Raises TypeError or ValueError for a value out of range.
 
     lookahead            where predictors take their input, see `dejavu_ds.taps`
+    units                "mlp" or "heads" trains these alone, to the same ranks and bits as "all" does; the other unit
+                         stays dense
     criterion            of heads, see `dejavu_ds.criteria`
     head_label_density   share of heads labelled as needed
     mlp_threshold        a neuron is labelled active if its pre-activation is above this; 0 for ReLU's own
@@ -36,6 +40,7 @@ class TrainConfig:
     """
 
     lookahead: str = "half"
+    units: str = "all"
     criterion: str = "norm"
     head_label_density: float = 0.5
     mlp_threshold: float = 0.0
@@ -78,7 +83,7 @@ class TrainConfig:
             raise ValueError(f"mlp_threshold must be 0 or more, ReLU passes nothing below; got {self.mlp_threshold}")
 
     def _check_choices(self) -> None:
-        choices = {"lookahead": LOOKAHEADS, "criterion": CRITERIA, "mlp_weight": MLP_WEIGHTS}
+        choices = {"lookahead": LOOKAHEADS, "units": UNIT_CHOICES, "criterion": CRITERIA, "mlp_weight": MLP_WEIGHTS}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -93,7 +98,12 @@ class TrainConfig:
                 raise ValueError(f"{name} must lie in (0, 1{']' if name in closed else ')'}, got {value!r}")
 
     @property
+    def trained_units(self) -> tuple[str, ...]:
+        """Those of `UNITS` that get predictors."""
+        return UNITS if self.units == "all" else (self.units,)
+
+    @property
     def gradient_units(self) -> tuple[str, ...]:
         """The units whose |activation * gradient| must be recorded."""
         wanted = {"mlp": self.mlp_weight, "heads": self.criterion}
-        return tuple(unit for unit, value in wanted.items() if value == "plainact")
+        return tuple(unit for unit in self.trained_units if wanted[unit] == "plainact")

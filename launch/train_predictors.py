@@ -27,7 +27,7 @@ from dejavu_ds.sharded import DenseModel
 from dejavu_ds.sources import documents_of, sampled_documents
 from dejavu_ds.taps import LOOKAHEADS, UNITS
 from dejavu_ds.train import remove_checkpoint, split_windows, train_predictors
-from dejavu_ds.train_config import TrainConfig
+from dejavu_ds.train_config import UNIT_CHOICES, TrainConfig
 
 _TERMS = """\
 terms:
@@ -125,6 +125,7 @@ def _auto_or_share(text: str) -> float | str:
 # Options that go to TrainConfig under their own names: type or choices, and help.
 _CONFIG_ARGUMENTS = {
     "lookahead": (LOOKAHEADS, "where predictors take their input"),
+    "units": (UNIT_CHOICES, "predictors to train; the other unit then stays dense"),
     "criterion": (CRITERIA, "which heads are needed"),
     "head_label_density": (float, "share of heads labelled as needed"),
     "mlp_threshold": (float, "neurons with a pre-activation above it are labelled active"),
@@ -175,6 +176,9 @@ def _parser() -> Parser:
 def _print_report(predictors: PredictorSet, console: Console) -> None:
     """One table a unit kind, at its default density, or .5 where that is dense."""
     for unit in UNITS:
+        if not any(predictors.of(unit)):
+            print(f"{unit}: dense in every layer")
+            continue
         default = predictors.default_density(unit)
         shown = default if default < 1 else 0.5
         table = Table(title=f"{unit}: default density {default}; at mean density {shown}")

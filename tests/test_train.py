@@ -4,7 +4,8 @@ import pytest
 import torch
 from training import QUICK, WordTokenizer, tensors_of, tiny_model, token_rows
 
-from dejavu_ds import train
+import dejavu_ds
+from dejavu_ds import SparsityConfig, train
 from dejavu_ds.calibrate import CURVE_DENSITIES, UnitData, calibrate_quantiles, measure_curve
 from dejavu_ds.collect import Collector, tap_input
 from dejavu_ds.predictor import Predictor, PredictorSet
@@ -127,6 +128,7 @@ def test_first_layer_and_lookahead(model, documents, lookahead):
         ({"validation_share": 0.0}, ValueError, "validation_share"),
         ({"learning_rate": float("nan")}, ValueError, "learning_rate"),
         ({"criterion": "size"}, ValueError, "criterion must be one of .* got 'size'"),
+        ({"units": "neurons"}, ValueError, "units must be one of .* got 'neurons'"),
         ({"mlp_weight": "norm"}, ValueError, "mlp_weight must be one of .* got 'norm'"),
         ({"mlp_threshold": -0.1}, ValueError, "mlp_threshold must be 0 or more"),
         ({"max_parameters": 0}, ValueError, "max_parameters must be above 0, got 0"),
@@ -198,6 +200,24 @@ def test_parameters_stay_within_the_budget(model, documents):
     blocks = sum(p.numel() for p in model.model.decoder.layers.parameters())
     # Not one more rank of a head predictor, the smallest step, would fit.
     assert 0.25 * blocks - (32 + 64 + 1) - (32 + 8 + 1) < predictors.num_parameters() <= 0.25 * blocks
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_one_unit_alone(model, documents, unit, tmp_path):
+    settings = {**QUICK, "rank": None, "max_parameters": 0.25, "epochs": 1, "first_layer_density": 0.5}
+    both = train_predictors(model, WordTokenizer(), documents[:8], TrainConfig(**settings))
+    alone = train_predictors(model, WordTokenizer(), documents[:8], TrainConfig(**settings, units=unit))
+    alone.save_pretrained(tmp_path)
+    alone, other = PredictorSet.from_pretrained(tmp_path), "mlp" if unit == "heads" else "heads"
+    for a, b in zip(both.of(unit), alone.of(unit), strict=True):
+        assert all(torch.equal(p.half(), q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert alone.budgets[unit] == both.budgets[unit]
+    assert alone.of(other) == [None] * 3 and alone.densities(other, 0.2) == [1.0] * 3
+    assert alone.default_density(other) == 1.0
+    engine = dejavu_ds.init_inference(tiny_model(), predictors=alone, sparsity=SparsityConfig(0.5, 0.5))
+    engine.generate(torch.tensor([[2, 5, 7]]), max_new_tokens=6)
+    realised = dict(zip(UNITS, (engine.stats.report().mlp_density, engine.stats.report().head_density), strict=True))
+    assert realised[other] == 1.0 and realised[unit] < 1.0
 
 
 def test_curve_against_the_formula():

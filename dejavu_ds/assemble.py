@@ -5,7 +5,7 @@ from dataclasses import asdict
 import torch
 import transformers
 
-from dejavu_ds.budget import allocate_budget
+from dejavu_ds.budget import allocate_budget, dense_budget
 from dejavu_ds.calibrate import CURVE_DENSITIES
 from dejavu_ds.predictor import Predictor, PredictorSet
 from dejavu_ds.sharded import ModelFacts
@@ -27,6 +27,10 @@ def assemble(
     num_layers = facts.num_layers
     predictors, budgets, rounded = {}, {}, {}
     for unit in UNITS:
+        if unit not in config.trained_units:
+            predictors[unit], rounded[unit] = [None] * num_layers, [None] * num_layers
+            budgets[unit] = dense_budget(num_layers)
+            continue
         first = _first_layer_density(unit, trained, curves, config)
         kept = {n: trained[unit, n] for n in range(num_layers) if (unit, n) in trained and (n > 0 or first < 1)}
         predictors[unit] = [kept.get(n) for n in range(num_layers)]

@@ -41,6 +41,11 @@ def check_budget(unit: str, budget: dict | None, num_layers: int) -> None:
         raise ValueError(f"budgets[{unit!r}]: densities must lie in (0, 1], got {wrong[:5]}")
 
 
+def dense_budget(num_layers: int) -> dict:
+    """Of a unit without predictors."""
+    return {"default": 1.0, "means": [1.0], "rows": [[1.0] * num_layers]}
+
+
 def allocate_budget(
     densities: Sequence[float], errors: list[list[float]], first_layer_density: float, max_error: float
 ) -> dict:

@@ -6,8 +6,8 @@ memory is bounded by the capacity T of a round, whatever the length of the text.
     T * L * (3 D + F) * 2 bytes
 
 on the layers' devices: 0.3 GB for L 6, D 256, F 1024 and T 16,384, 30 GB for L 32, D 4096, F 16384. Records of
-gradients add T * L * 4 H bytes for heads and T * L * 2 F for neurons. Of a model split over N ranks each holds the
-buffers of its L / N layers.
+gradients add T * L * 4 H bytes for heads and T * L * 2 F for neurons. Where one unit kind alone is recorded, the F or a
+D falls away. Of a model split over N ranks each holds the buffers of its L / N layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from torch import nn
 
 from dejavu_ds.injection_policies import policy_for
 from dejavu_ds.sharded import DenseModel
-from dejavu_ds.taps import Tap
+from dejavu_ds.taps import UNITS, Tap
 
 # Tokens in one forward pass: enough to keep the matrix products efficient, little beside the buffers.
 _FORWARD_TOKENS = 4096
@@ -39,7 +39,8 @@ class LayerRecord:
     residual      [T]    fp32, squared norm of the residual stream after the block
     head_sensitivity  [T, H] fp32, sum over a head's outputs of |output * gradient| of the summed language-model loss
     mlp_sensitivity   [T, F] bf16, the same of each activation
-    The last two are None unless asked for. A window's last token predicts nothing: its gradients are zero.
+    head_outputs and activation are None where that unit is not recorded, the last two unless asked for. A window's last
+    token predicts nothing: its gradients are zero.
     """
 
     attention: torch.Tensor | None
@@ -96,17 +97,24 @@ class Collector:
     """Buffers for rounds of up to `capacity` tokens of a plain HF model, or of this rank's share of the layers.
 
     gradients  units, of "mlp" and "heads", whose sensitivity is recorded too, by a backward pass
+    units      whose outputs are recorded
     Raises ValueError for gradients of a model that is split over ranks.
     """
 
-    def __init__(self, model: nn.Module | DenseModel, capacity: int, gradients: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        model: nn.Module | DenseModel,
+        capacity: int,
+        gradients: tuple[str, ...] = (),
+        units: tuple[str, ...] = UNITS,
+    ):
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 token, got {capacity}")
         dense = DenseModel.of(model)
         if gradients and dense.ranks.size > 1:
             raise ValueError("plainact takes a backward pass, which needs the model in one process: start only one")
         self._model, self._facts, self._ranks = dense.model, dense.facts, dense.ranks
-        self._capacity, self._gradients = capacity, gradients
+        self._capacity, self._gradients, self._units = capacity, gradients, units
         self._buffers = [self._allocate(layer) for layer in range(dense.facts.num_layers)]
         self._start = 0
 
@@ -132,8 +140,8 @@ class Collector:
         return LayerRecord(
             attention=buffer(tapped, hidden),
             mlp=buffer(tapped, hidden),
-            head_outputs=buffer(own, hidden),
-            activation=buffer(own, units["mlp"]),
+            head_outputs=buffer(own and "heads" in self._units, hidden),
+            activation=buffer(own and "mlp" in self._units, units["mlp"]),
             residual=buffer(True, dtype=torch.float32),
             head_sensitivity=buffer("heads" in self._gradients, units["heads"], dtype=torch.float32),
             # Gradients are small: fp16 would lose them below 6e-8.
@@ -176,6 +184,8 @@ class Collector:
 
     def _store(self, layer: int, field: str, value: torch.Tensor) -> None:
         unit = {"head_outputs": "heads", "activation": "mlp"}.get(field)
+        if unit is not None and unit not in self._units:
+            return
         if unit in self._gradients:
             value.register_hook(lambda gradient: self._store_sensitivity(layer, unit, value.detach(), gradient))
         rows = value.detach().reshape(-1, value.shape[-1])

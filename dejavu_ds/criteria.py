@@ -7,13 +7,16 @@
     heads     plainact       ... by the sum over its outputs of |activation * gradient| of the language-model loss
                              (ShadowLLM, arXiv:2406.16635); needs a backward pass in collection
 
-Of heads the `head_label_density` share with the largest score are labelled, token by token.
+Of heads the `head_label_density` share with the largest score are labelled, token by token. With `head_loss` "size" a
+head's predictor learns no label but how large the score is, `log_sizes`: one threshold then asks the same of every
+token, and those that need more heads keep more.
 """
 
 import torch
 
 CRITERIA = ("norm", "plainact", "contribution")
 MLP_WEIGHTS = ("contribution", "plainact", "none")
+HEAD_LOSSES = ("size", "label")
 
 
 def head_scores(
@@ -34,6 +37,18 @@ def head_scores(
         return sensitivity.float()
     # |W o|^2 = o' (W' W) o: no vector of the width D is formed.
     return (torch.einsum("thi,hij->thj", outputs, gram) * outputs).sum(-1).clamp(min=0).sqrt()
+
+
+def log_sizes(criterion: str, scores: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Log of the squared share of each head in the whole, [t, H]; -inf for a score of 0.
+
+    scores    [t, H] from `head_scores`
+    residual  [t] squared norm of the residual stream after the block: the whole of a "contribution". The other scores
+              are no lengths in the stream, and their whole is the sum over the token's heads
+    """
+    if criterion == "contribution":
+        return 2 * scores.log() - residual.clamp(min=1e-12).log()[:, None]
+    return 2 * (scores / scores.sum(-1, keepdim=True).clamp(min=1e-30)).log()
 
 
 def gram_matrices(out_weight: torch.Tensor, group: int) -> torch.Tensor:

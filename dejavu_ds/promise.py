@@ -42,7 +42,8 @@ def keep_promise(
         rise_on_confirming = _rises(model, predictors, confirming)
         allowed = increase
         for _ in range(_TRIES):
-            densities = cheapest(lambda d, a=allowed: rise_on_finding(d) <= a, bytes_model(model, predictors))
+            found = cheapest(lambda d, a=allowed: rise_on_finding(d) <= a, bytes_model(model, predictors))
+            densities = _effective(predictors, found)
             if rise_on_confirming(densities) <= increase:
                 break
             allowed *= _TIGHTER
@@ -98,12 +99,18 @@ def cheapest(keeps: Callable[[dict[str, float]], bool], read: Callable[[dict[str
     return best
 
 
+def _effective(predictors: PredictorSet, densities: dict[str, float]) -> dict[str, float]:
+    """A unit without predictors is dense, whatever is asked of it."""
+    return {unit: density if any(predictors.of(unit)) else 1.0 for unit, density in densities.items()}
+
+
 def _rises(model: nn.Module, predictors: PredictorSet, windows: torch.Tensor) -> Callable[[dict[str, float]], float]:
     """Relative rise of perplexity over dense; remembered, since a search comes by again."""
     dense = text_perplexity(model, windows)
     known = {(1.0, 1.0): 0.0}
 
     def rise(densities: dict[str, float]) -> float:
+        densities = _effective(predictors, densities)
         key = densities["mlp"], densities["heads"]
         if key not in known:
             with masking(model, predictors, densities):

@@ -73,7 +73,8 @@ class Rounds:
                 if self._total(running) == 0:
                     break
                 losses = {k: v for part in self._ranks.gathered(self._round(bar)) for k, v in part.items()}
-                bar.set_postfix({unit: " ".join(v for k, v in losses.items() if k[0] == unit) for unit in UNITS})
+                shown = {unit: " ".join(v for k, v in losses.items() if k[0] == unit) for unit in UNITS}
+                bar.set_postfix({unit: text for unit, text in shown.items() if text})
                 self._save_if_due()
 
     def _round(self, bar: tqdm) -> dict[tuple[str, int], str]:

@@ -21,7 +21,6 @@ from dejavu_ds.ranks import ranks_within
 from dejavu_ds.resume import checkpoint_path
 from dejavu_ds.rounds import Rounds, Trainers
 from dejavu_ds.sharded import DenseModel, ModelFacts
-from dejavu_ds.taps import UNITS
 from dejavu_ds.text import cut_windows, split_documents, token_ids
 from dejavu_ds.train_config import TrainConfig
 from dejavu_ds.unit_trainer import UnitTrainer
@@ -59,7 +58,7 @@ def train_predictors(
     dense.model.eval()
     try:
         capacity = config.buffer_tokens // config.context * config.context
-        collector = Collector(dense, capacity, config.gradient_units)
+        collector = Collector(dense, capacity, config.gradient_units, config.trained_units)
         trainers = _trainers(dense, config, collector.collect(validation), len(windows))
         rounds = Rounds(collector, windows, validation, trainers, config, dense.ranks)
         if folder is not None:
@@ -108,13 +107,16 @@ def _trainers(dense: DenseModel, config: TrainConfig, records: list[LayerRecord]
     layers = range(0 if config.first_layer_density != 1 else 1, facts.num_layers)
     if not layers:
         return {}
-    needs = _needs(dense, records, layers, config.mlp_threshold)
+    # Without neurons to learn, nothing depends on their needs.
+    needs = [1.0] * len(layers)
+    if "mlp" in config.trained_units:
+        needs = _needs(dense, records, layers, config.mlp_threshold)
     widths = _widths(facts, config, needs)
     mean_need = sum(needs) / len(needs)
     for place, layer in enumerate(layers):
         target = min(1.0, config.mlp_target_density * needs[place] / mean_need)
         targets = {"mlp": target, "heads": config.head_target_density}
-        for unit in UNITS:
+        for unit in config.trained_units:
             weight = _weight(dense, unit, layer)
             if weight is None:
                 continue

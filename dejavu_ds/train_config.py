@@ -3,9 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from dejavu_ds.criteria import CRITERIA, MLP_WEIGHTS
-from dejavu_ds.taps import LOOKAHEADS
+from dejavu_ds.criteria import CRITERIA, HEAD_LOSSES, MLP_WEIGHTS
+from dejavu_ds.taps import LOOKAHEADS, UNITS
 
+# What `units` may be: which predictors are trained.
+UNIT_CHOICES = ("all", *UNITS)
 _COUNTS = ("epochs", "patience", "context", "buffer_tokens", "batch_tokens")
 
 
@@ -14,7 +16,11 @@ class TrainConfig:
     """How to train. Raises TypeError or ValueError for a value out of range.
 
     lookahead            where predictors take their input, see `dejavu_ds.taps`
+    units                "mlp" or "heads" trains these alone, to the same ranks and bits as "all" does; the other unit
+                         stays dense
     criterion            of heads, see `dejavu_ds.criteria`
+    head_loss            "size": head predictors learn how large the score is, "label": which heads have the largest of
+                         a token; None: size, but label for plainact, whose size goes by how much text follows
     head_label_density   share of heads labelled as needed
     mlp_threshold        a neuron is labelled active if its pre-activation is above this; 0 for ReLU's own
     mlp_weight           what an active neuron counts by: "contribution" (activation times the norm of its fc2 column),
@@ -36,7 +42,9 @@ class TrainConfig:
     """
 
     lookahead: str = "half"
-    criterion: str = "norm"
+    units: str = "all"
+    criterion: str = "contribution"
+    head_loss: str | None = None
     head_label_density: float = 0.5
     mlp_threshold: float = 0.0
     mlp_weight: str = "contribution"
@@ -57,6 +65,8 @@ class TrainConfig:
     validation_share: float = 0.08
 
     def __post_init__(self):
+        if self.head_loss is None:
+            object.__setattr__(self, "head_loss", "label" if self.criterion == "plainact" else "size")
         self._check_choices()
         if self.rank is not None and self.head_rank is None:
             object.__setattr__(self, "head_rank", max(1, self.rank // 2) if isinstance(self.rank, int) else self.rank)
@@ -78,7 +88,8 @@ class TrainConfig:
             raise ValueError(f"mlp_threshold must be 0 or more, ReLU passes nothing below; got {self.mlp_threshold}")
 
     def _check_choices(self) -> None:
-        choices = {"lookahead": LOOKAHEADS, "criterion": CRITERIA, "mlp_weight": MLP_WEIGHTS}
+        choices = {"lookahead": LOOKAHEADS, "units": UNIT_CHOICES, "criterion": CRITERIA}
+        choices |= {"head_loss": HEAD_LOSSES, "mlp_weight": MLP_WEIGHTS}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -93,7 +104,12 @@ class TrainConfig:
                 raise ValueError(f"{name} must lie in (0, 1{']' if name in closed else ')'}, got {value!r}")
 
     @property
+    def trained_units(self) -> tuple[str, ...]:
+        """Those of `UNITS` that get predictors."""
+        return UNITS if self.units == "all" else (self.units,)
+
+    @property
     def gradient_units(self) -> tuple[str, ...]:
         """The units whose |activation * gradient| must be recorded."""
         wanted = {"mlp": self.mlp_weight, "heads": self.criterion}
-        return tuple(unit for unit, value in wanted.items() if value == "plainact")
+        return tuple(unit for unit in self.trained_units if wanted[unit] == "plainact")

@@ -9,13 +9,15 @@ from torch import nn
 
 from dejavu_ds.calibrate import UnitData, calibrate_quantiles, measure_curve
 from dejavu_ds.collect import LayerRecord, tap_input
-from dejavu_ds.criteria import gram_matrices, head_scores, largest
+from dejavu_ds.criteria import gram_matrices, head_scores, largest, log_sizes
 from dejavu_ds.predictor import Predictor
 from dejavu_ds.taps import tap_of
 from dejavu_ds.train_config import TrainConfig
 
 _TENSORS = ("w1", "b1", "w2", "b2")
 _WARM_UP = 0.3
+# Sizes of heads are learnt down to e^-9 of the typical square: below that, what they are makes no difference.
+_LEAST_LOG_SIZE = -9.0
 
 
 def one_cycle(peak: float, step: int, steps: int) -> float:
@@ -66,7 +68,9 @@ class UnitTrainer:
         self._gram = None
         if unit == "heads" and config.criterion == "contribution":
             self._gram = gram_matrices(self._weight, self._group)
-        self._positive_scale: float | None = None
+        self._learns_sizes = unit == "heads" and config.head_loss == "size"
+        # Taken from the first round: the weight of a positive, or the mean log size.
+        self._scale: float | None = None
         self._optimizer = torch.optim.AdamW(
             self.predictor.parameters(), lr=config.learning_rate, weight_decay=0.01, fused=True
         )
@@ -104,8 +108,8 @@ class UnitTrainer:
         if self.stopped:
             return math.nan
         data = self.data(records)
-        if self._positive_scale is None:
-            self._positive_scale = self._scale_positives(data)
+        if self._scale is None:
+            self._scale = self._mean_log_size(data) if self._learns_sizes else self._scale_positives(data)
         order = torch.randperm(len(data.outputs), generator=self._generator)
         total = 0.0
         with torch.enable_grad():
@@ -147,7 +151,7 @@ class UnitTrainer:
 
     def numbers(self) -> dict:
         """All of the state that is no tensor, for JSON."""
-        names = ("step", "best_kept", "stale", "stopped", "_positive_scale")
+        names = ("step", "best_kept", "stale", "stopped", "_scale")
         return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -170,13 +174,32 @@ class UnitTrainer:
             state["step"].fill_(self.step)
 
     def _loss(self, data: UnitData, rows: torch.Tensor) -> torch.Tensor:
-        """Binary cross-entropy in which positives and negatives have their say whatever their number."""
+        """Binary cross-entropy in which positives and negatives have their say whatever their number; of sizes, the
+        squared error."""
+        logits = self.predictor.logits(data.inputs[rows.to(data.inputs.device)].to(self.predictor.w1))
+        if self._learns_sizes:
+            return F.mse_loss(logits, (self._log_sizes(data, rows) - self._scale).clamp(min=_LEAST_LOG_SIZE))
         outputs = data.outputs[rows].float()
         sensitivity = None if data.sensitivity is None else data.sensitivity[rows]
         label = self.label(outputs, sensitivity)
-        weight = torch.where(label, self._worth(outputs, sensitivity) * self._positive_scale, 1.0)
-        logits = self.predictor.logits(data.inputs[rows.to(data.inputs.device)].to(self.predictor.w1))
+        weight = torch.where(label, self._worth(outputs, sensitivity) * self._scale, 1.0)
         return F.binary_cross_entropy_with_logits(logits, label.float(), weight=weight)
+
+    def _log_sizes(self, data: UnitData, rows: torch.Tensor | slice) -> torch.Tensor:
+        """Of the heads, [t, H]; see `dejavu_ds.criteria`."""
+        outputs = data.outputs[rows].float().unflatten(-1, (-1, self._group))
+        sensitivity = None if data.sensitivity is None else data.sensitivity[rows]
+        scores = head_scores(self._config.criterion, outputs, sensitivity, self._gram)
+        return log_sizes(self._config.criterion, scores, data.residual[rows])
+
+    def _mean_log_size(self, data: UnitData) -> float:
+        """Over a first round; logits then start around zero. Heads that did nothing at all are left out."""
+        total = count = 0
+        for start in range(0, len(data.outputs), 1024):
+            sizes = self._log_sizes(data, slice(start, start + 1024)).double()
+            finite = sizes[sizes.isfinite()]
+            total, count = total + finite.sum().item(), count + len(finite)
+        return total / max(count, 1)
 
     def _worth(self, outputs: torch.Tensor, sensitivity: torch.Tensor | None) -> torch.Tensor | float:
         """What a positive counts by, up to a factor: keeping the output counts, not recall."""

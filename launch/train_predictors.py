@@ -11,7 +11,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from dejavu_ds.checkpoint import bundled_model, load_model
-from dejavu_ds.criteria import CRITERIA, MLP_WEIGHTS
+from dejavu_ds.criteria import CRITERIA, HEAD_LOSSES, MLP_WEIGHTS
 from dejavu_ds.launch.common import (
     Parser,
     positive_float,
@@ -27,12 +27,13 @@ from dejavu_ds.sharded import DenseModel
 from dejavu_ds.sources import documents_of, sampled_documents
 from dejavu_ds.taps import LOOKAHEADS, UNITS
 from dejavu_ds.train import remove_checkpoint, split_windows, train_predictors
-from dejavu_ds.train_config import TrainConfig
+from dejavu_ds.train_config import UNIT_CHOICES, TrainConfig
 
 _TERMS = """\
 terms:
   label      what a predictor learns to say. A neuron is labelled active if its pre-activation is above --mlp-threshold,
-             a head if it is among the --head-label-density share of heads with the largest score for the token
+             a head if it is among the --head-label-density share of heads with the largest score for the token. With
+             --head-loss size heads learn the score itself, its share of the residual stream, and labels only count
   criterion  the score of a head. norm: of its output; contribution: norm of its output after the output projection;
              plainact: sum over its outputs of |activation * gradient| of the language-model loss
   threshold  a unit (neuron or head) is kept if its predicted logit is strictly above the layer's threshold; thresholds
@@ -125,7 +126,12 @@ def _auto_or_share(text: str) -> float | str:
 # Options that go to TrainConfig under their own names: type or choices, and help.
 _CONFIG_ARGUMENTS = {
     "lookahead": (LOOKAHEADS, "where predictors take their input"),
+    "units": (UNIT_CHOICES, "predictors to train; the other unit then stays dense"),
     "criterion": (CRITERIA, "which heads are needed"),
+    "head_loss": (
+        HEAD_LOSSES,
+        "heads learn how large the score is, or a label (default: size; label for plainact)",
+    ),
     "head_label_density": (float, "share of heads labelled as needed"),
     "mlp_threshold": (float, "neurons with a pre-activation above it are labelled active"),
     "mlp_weight": (MLP_WEIGHTS, "what an active neuron counts by; plainact takes a backward pass"),
@@ -175,6 +181,9 @@ def _parser() -> Parser:
 def _print_report(predictors: PredictorSet, console: Console) -> None:
     """One table a unit kind, at its default density, or .5 where that is dense."""
     for unit in UNITS:
+        if not any(predictors.of(unit)):
+            print(f"{unit}: dense in every layer")
+            continue
         default = predictors.default_density(unit)
         shown = default if default < 1 else 0.5
         table = Table(title=f"{unit}: default density {default}; at mean density {shown}")

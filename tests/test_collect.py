@@ -58,6 +58,16 @@ def test_rounds_reuse_the_buffers(model):
         collector.collect(torch.randint(3, 50, (5, 16)))
 
 
+def test_one_unit_alone(model):
+    windows = torch.randint(3, 50, (4, 16))
+    both = [vars(record).copy() for record in Collector(model, 64).collect(windows)]
+    for unit, field, other in (("heads", "head_outputs", "activation"), ("mlp", "activation", "head_outputs")):
+        for alone, record in zip(Collector(model, 64, units=(unit,)).collect(windows), both, strict=True):
+            assert getattr(alone, other) is None
+            for name in ("attention", "mlp", "residual", field):
+                assert torch.equal(getattr(alone, name), record[name])
+
+
 def test_hooks_are_removed_even_by_an_error(model):
     before = hooks_of(model)  # transformers has some of its own
     with watching(model, lambda *_: None):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from training import tiny_model
 
 from dejavu_ds.collect import Collector
-from dejavu_ds.criteria import gram_matrices, head_scores, largest
+from dejavu_ds.criteria import CRITERIA, gram_matrices, head_scores, largest, log_sizes
 
 
 def test_contribution_is_the_norm_after_out_proj():
@@ -21,6 +21,19 @@ def test_norm_and_largest():
     scores = head_scores("norm", outputs)
     assert scores.tolist() == [[5.0, 1.0, 6.0]]
     assert largest(scores, 2).tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_log_sizes(criterion):
+    generator = torch.Generator().manual_seed(0)
+    scores, residual = (torch.rand(5, 3, generator=generator) for _ in range(2))
+    residual = residual[:, 0] + 1
+    sizes = log_sizes(criterion, scores, residual)
+    for token in range(5):
+        whole = residual[token].sqrt() if criterion == "contribution" else scores[token].sum()
+        torch.testing.assert_close(sizes[token].exp(), (scores[token] / whole) ** 2)
+    # What a window's last token has for plainact.
+    assert (log_sizes("plainact", torch.zeros(1, 3), residual[:1]) == -torch.inf).all()
 
 
 @pytest.mark.parametrize("gradients", [("heads",), ("mlp",), ("heads", "mlp")])

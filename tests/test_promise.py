@@ -1,5 +1,6 @@
 """Masking a plain model, and densities found with it."""
 
+import dataclasses
 import math
 
 import pytest
@@ -114,6 +115,16 @@ def test_promise_is_kept_on_text_not_trained_on(model, predictors, windows, incr
     assert predictors.metadata["promise"] == promise
     if increase == 0.02:
         assert promise["densities"]["mlp"] < 1
+
+
+@pytest.mark.parametrize("dense", ["mlp", "heads"])
+def test_promise_of_one_unit(model, config, windows, dense):
+    unit = "heads" if dense == "mlp" else "mlp"
+    config = dataclasses.replace(config, units=unit)
+    predictors = train_predictors(model, WordTokenizer(), token_rows()[:12], config)
+    promise = keep_promise(model, predictors, windows[0][:32], windows[1], 0.05)
+    assert promise["densities"][dense] == 1.0 == predictors.default_density(dense)
+    assert promise["confirmed"] <= 0.05
 
 
 def test_an_impossible_promise_is_refused(model, predictors, windows):

@@ -75,7 +75,7 @@ def test_does_not_begin_again(model, documents, tmp_path):
     [
         ({"seed": 1}, "seed 0 then, 1 now"),
         ({"rank": 8, "head_rank": 8}, "rank 16 then, 8 now"),
-        ({"criterion": "contribution"}, "criterion 'norm' then, 'contribution' now"),
+        ({"criterion": "norm"}, "criterion 'contribution' then, 'norm' now"),
     ],
 )
 def test_other_arguments_are_refused(model, documents, tmp_path, change, message):

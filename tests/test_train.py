@@ -4,7 +4,8 @@ import pytest
 import torch
 from training import QUICK, WordTokenizer, tensors_of, tiny_model, token_rows
 
-from dejavu_ds import train
+import dejavu_ds
+from dejavu_ds import SparsityConfig, train
 from dejavu_ds.calibrate import CURVE_DENSITIES, UnitData, calibrate_quantiles, measure_curve
 from dejavu_ds.collect import Collector, tap_input
 from dejavu_ds.predictor import Predictor, PredictorSet
@@ -127,6 +128,8 @@ def test_first_layer_and_lookahead(model, documents, lookahead):
         ({"validation_share": 0.0}, ValueError, "validation_share"),
         ({"learning_rate": float("nan")}, ValueError, "learning_rate"),
         ({"criterion": "size"}, ValueError, "criterion must be one of .* got 'size'"),
+        ({"units": "neurons"}, ValueError, "units must be one of .* got 'neurons'"),
+        ({"head_loss": "big"}, ValueError, "head_loss must be one of .* got 'big'"),
         ({"mlp_weight": "norm"}, ValueError, "mlp_weight must be one of .* got 'norm'"),
         ({"mlp_threshold": -0.1}, ValueError, "mlp_threshold must be 0 or more"),
         ({"max_parameters": 0}, ValueError, "max_parameters must be above 0, got 0"),
@@ -148,12 +151,45 @@ def test_training_rejects(model, documents):
         train_predictors(model, WordTokenizer(), ["3 4 5", "6"], TrainConfig(**QUICK))
 
 
-@pytest.mark.parametrize("change", [{"criterion": "contribution"}, {"criterion": "plainact", "mlp_weight": "plainact"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"criterion": "norm"},
+        {"criterion": "contribution", "head_loss": "label"},
+        {"criterion": "plainact", "mlp_weight": "plainact"},
+        {"criterion": "plainact", "head_loss": "size"},
+    ],
+)
 def test_every_criterion_trains(model, documents, change):
     predictors = train_predictors(model, WordTokenizer(), documents[:8], TrainConfig(**QUICK, **change))
     assert predictors.metadata["criterion"] == change["criterion"]
     curve = predictors.metadata["layers"]["heads"][1]
     assert curve["active"] == 0.5 and curve["recall"][-1] == 1
+
+
+def test_loss_of_sizes_against_the_formula(model, fresh_records):
+    record, config = fresh_records[1], TrainConfig(**QUICK)
+    weight = model.model.decoder.layers[1].self_attn.out_proj.weight.detach()
+    trainer = UnitTrainer("heads", 1, weight, 4, config, rank=8, target=0.75, steps=8)
+    added = torch.einsum("thi,dhi->thd", record.head_outputs.double().view(-1, 8, 4), weight.double().view(32, 8, 4))
+    sizes = (added.square().sum(-1) / record.residual.double()[:, None]).log()
+    wanted = (sizes - sizes.mean()).clamp(min=-9)
+    logits = trainer.predictor.logits(fresh_records[0].mlp.float()).double()
+    data = trainer.data(fresh_records)
+    trainer._scale = trainer._mean_log_size(data)
+    loss = trainer._loss(data, torch.arange(len(sizes))).item()
+    assert loss == pytest.approx((logits - wanted).square().mean().item(), rel=1e-4)
+
+
+def test_sizes_are_learnt(model, documents, fresh_records):
+    predictors = train_predictors(model, WordTokenizer(), documents, TrainConfig(**QUICK))
+    for layer in (1, 2):
+        outputs = fresh_records[layer].head_outputs.float().view(-1, 8, 4)
+        out = model.model.decoder.layers[layer].self_attn.out_proj.weight.detach().view(32, 8, 4)
+        sizes = (torch.einsum("thi,dhi->thd", outputs, out).square().sum(-1)).log()
+        sizes -= fresh_records[layer].residual.log()[:, None]
+        logits = predictors.heads[layer].logits(fresh_records[layer - 1].mlp.float())
+        assert torch.corrcoef(torch.stack([sizes.flatten(), logits.flatten()]))[0, 1] > 0.5
 
 
 def test_best_state_is_kept_and_training_stops(model, documents):
@@ -198,6 +234,24 @@ def test_parameters_stay_within_the_budget(model, documents):
     blocks = sum(p.numel() for p in model.model.decoder.layers.parameters())
     # Not one more rank of a head predictor, the smallest step, would fit.
     assert 0.25 * blocks - (32 + 64 + 1) - (32 + 8 + 1) < predictors.num_parameters() <= 0.25 * blocks
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_one_unit_alone(model, documents, unit, tmp_path):
+    settings = {**QUICK, "rank": None, "max_parameters": 0.25, "epochs": 1, "first_layer_density": 0.5}
+    both = train_predictors(model, WordTokenizer(), documents[:8], TrainConfig(**settings))
+    alone = train_predictors(model, WordTokenizer(), documents[:8], TrainConfig(**settings, units=unit))
+    alone.save_pretrained(tmp_path)
+    alone, other = PredictorSet.from_pretrained(tmp_path), "mlp" if unit == "heads" else "heads"
+    for a, b in zip(both.of(unit), alone.of(unit), strict=True):
+        assert all(torch.equal(p.half(), q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert alone.budgets[unit] == both.budgets[unit]
+    assert alone.of(other) == [None] * 3 and alone.densities(other, 0.2) == [1.0] * 3
+    assert alone.default_density(other) == 1.0
+    engine = dejavu_ds.init_inference(tiny_model(), predictors=alone, sparsity=SparsityConfig(0.5, 0.5))
+    engine.generate(torch.tensor([[2, 5, 7]]), max_new_tokens=6)
+    realised = dict(zip(UNITS, (engine.stats.report().mlp_density, engine.stats.report().head_density), strict=True))
+    assert realised[other] == 1.0 and realised[unit] < 1.0
 
 
 def test_curve_against_the_formula():

@@ -95,13 +95,14 @@ class SparseBlock(nn.Module):
         cache: DejaVuCache,
         norm: Norm | None,
         ring: torch.Tensor | None,
+        last: bool,
     ) -> torch.Tensor:
         """One token a sequence.
 
         Args:
             hidden: [B, D], the residual stream, updated in place.
             x: [B, D], its norm, this block's input.
-            norm, ring: of the next block's attention, or of the head; see `SparseMLP.decode`.
+            norm, ring, last: of the next block's attention, or of the head; see `SparseMLP.decode`.
 
         Returns:
             [B, D], the next block's input.
@@ -109,7 +110,7 @@ class SparseBlock(nn.Module):
         self.at_attention.begin(x, cache)
         x = self.attention.decode(x, hidden, layer, cache, Norm.of(self.mlp_norm))
         self.at_mlp.begin(x, cache)
-        return self.mlp.decode(x, hidden, cache, norm, ring)
+        return self.mlp.decode(x, hidden, cache, norm, ring, last)
 
     def forward(
         self,

@@ -65,12 +65,14 @@ def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, token
     blocks = policy.layers(model)
     norms = [Norm.of(norm) for norm in (*(block.attention_norm for block in blocks), policy.final_norm(model))]
     rings = [*(layer.inputs for layer in cache.layers), None]
-    hidden = policy.embed(model, tokens[:, None], cache.position_ids[:, None]).squeeze(1)
-    x = ops_for(hidden.device).add_norm(None, None, hidden, norms[0], rings[0], cache.position)
+    ops, tables = ops_for(tokens.device), policy.embeddings(model)
+    if tables is None:
+        hidden = policy.embed(model, tokens[:, None], cache.position_ids[:, None]).squeeze(1)
+        x = ops.add_norm(None, None, hidden, norms[0], rings[0], cache.position)
+    else:
+        hidden, x = ops.embed_norm(tokens, cache.position_ids, *tables, norms[0], rings[0], cache.position)
     for i, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
-        x = block.decode(hidden, x, layer, cache, norms[i + 1], rings[i + 1])
-    cache.position += 1
-    cache.position_ids += 1
+        x = block.decode(hidden, x, layer, cache, norms[i + 1], rings[i + 1], last=i == len(blocks) - 1)
     return policy.head(model, x)
 
 

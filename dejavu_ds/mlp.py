@@ -48,7 +48,13 @@ class SparseMLP(nn.Module):
         return self._finish(h @ self.fc2)
 
     def decode(
-        self, x: torch.Tensor, hidden: torch.Tensor, cache: DejaVuCache, norm: Norm | None, ring: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        cache: DejaVuCache,
+        norm: Norm | None,
+        ring: torch.Tensor | None,
+        last: bool,
     ) -> torch.Tensor:
         """One token a sequence.
 
@@ -57,6 +63,7 @@ class SparseMLP(nn.Module):
             hidden: [B, D], the residual stream; the result is added in place.
             norm: of what comes next.
             ring: [B, R, D], where the next attention keeps its inputs, or None.
+            last: of the step, which then moves the cache's position on.
 
         Returns:
             [B, D], the normalised input of what comes next.
@@ -76,7 +83,8 @@ class SparseMLP(nn.Module):
                 out=self._tp.partial(*x.shape, x.device),
                 tickets=self._tickets,
             )
-        return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position)
+        moves = (cache.position, cache.position_ids) if last else None
+        return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position, moves)
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
         y = self._tp.all_reduce(y)

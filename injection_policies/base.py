@@ -22,6 +22,14 @@ class BlockParts(NamedTuple):
     fc2: nn.Module
 
 
+class Embeddings(NamedTuple):
+    """Tables whose rows are added: one by the token, one by its position plus `offset`. [V, D] and [P, D]."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    offset: int
+
+
 class Policy(Protocol):
     """One model family: which layer is replaced, where its tensors are, what is row-parallel."""
 
@@ -42,6 +50,9 @@ class Policy(Protocol):
 
     def embed(self, model: nn.Module, inputs: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """[B, S] ids or [B, S, D] embeddings and [B, S] positions (0 for a sequence's first token) -> [B, S, D]."""
+
+    def embeddings(self, model: nn.Module) -> Embeddings | None:
+        """What `embed` looks up, if that is all it does with ids."""
 
     def final_norm(self, model: nn.Module) -> nn.LayerNorm | None:
         """The norm between the last block and the head, where the model has one."""

@@ -8,7 +8,7 @@ and fc2 by columns, and their outputs are summed over the ranks.
 import torch
 from torch import nn
 
-from dejavu_ds.injection_policies.base import BlockParts
+from dejavu_ds.injection_policies.base import BlockParts, Embeddings
 
 
 class OPTPolicy:
@@ -54,6 +54,13 @@ class OPTPolicy:
         positions = decoder.embed_positions
         # The table's first two rows belong to no position; a padding token has position -1 and reads the second.
         return hidden + nn.functional.embedding(position_ids + positions.offset, positions.weight)
+
+    def embeddings(self, model: nn.Module) -> Embeddings | None:
+        decoder = model.model.decoder
+        if decoder.project_in is not None:
+            return None
+        positions = decoder.embed_positions
+        return Embeddings(decoder.embed_tokens.weight, positions.weight, positions.offset)
 
     def final_norm(self, model: nn.Module) -> nn.LayerNorm | None:
         return model.model.decoder.final_layer_norm

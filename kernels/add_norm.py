@@ -8,6 +8,8 @@ Shapes (B tokens, D hidden size):
     hidden  [B, D]  the residual stream, updated in place; contiguous, as all others
     norm    weight and bias [D], epsilon; None: x is hidden itself
     ring    [B, R, D], or None: x is also stored at slot position % R, for the heads that this step leaves out
+    moves   position [1] int32 and position_ids [B] int64, both raised by one; or None. For the last launch of a step:
+            nothing that runs beside it may read them
     x       [B, D]  dtype of hidden
 """
 
@@ -40,6 +42,7 @@ def add_norm_ref(
     norm: Norm | None,
     ring: torch.Tensor | None = None,
     position: torch.Tensor | None = None,
+    moves: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Plain torch twin of `add_norm`: same arguments, same result, rounded where torch rounds."""
     if y is not None:
@@ -52,6 +55,8 @@ def add_norm_ref(
         x = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], norm.weight, norm.bias, norm.eps)
     if ring is not None:
         ring.index_copy_(1, (position % ring.shape[1]).long(), x[:, None])
+    for moved in moves or ():
+        moved += 1
     return x
 
 
@@ -79,7 +84,7 @@ def store_norm(
 
 @triton.jit(do_not_specialize=["R"])
 def _add_norm_kernel(
-    y_ptr, y_bias_ptr, hidden_ptr, weight_ptr, bias_ptr, x_ptr, ring_ptr, position_ptr,
+    y_ptr, y_bias_ptr, hidden_ptr, weight_ptr, bias_ptr, x_ptr, ring_ptr, position_ptr, moved_ptr, moved_ids_ptr,
     eps, R,
     D: tl.constexpr,
     HAS_Y: tl.constexpr,
@@ -87,6 +92,7 @@ def _add_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RING: tl.constexpr,
+    MOVES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -107,6 +113,10 @@ def _add_norm_kernel(
         h, offs_d, mask_d, row, weight_ptr, bias_ptr, x_ptr, ring_ptr, position_ptr, eps, R,
         D, HAS_WEIGHT, HAS_BIAS, HAS_RING,
     )  # fmt: skip
+    if MOVES:
+        tl.store(moved_ids_ptr + row, tl.load(moved_ids_ptr + row) + 1)
+        if row == 0:
+            tl.store(moved_ptr, tl.load(moved_ptr) + 1)
 
 
 def check_add_norm(bias, hidden, norm, ring, position, y=None) -> None:
@@ -140,6 +150,7 @@ def add_norm(
     norm: Norm | None,
     ring: torch.Tensor | None = None,
     position: torch.Tensor | None = None,
+    moves: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Add to `hidden` in place and return its norm x [B, D]; shapes are in the module docstring.
 
@@ -148,13 +159,15 @@ def add_norm(
         TypeError: mixed dtypes.
     """
     check_add_norm(bias, hidden, norm, ring, position, y)
-    if norm is None:
-        return add_norm_ref(y, bias, hidden, norm, ring, position)
     B, D = hidden.shape
+    if moves is not None and [(t.shape, t.dtype) for t in moves] != [((1,), torch.int32), ((B,), torch.int64)]:
+        raise ValueError(f"moves must be [1] int32 and [{B}] int64, got {[(tuple(t.shape), t.dtype) for t in moves]}")
+    if norm is None:
+        return add_norm_ref(y, bias, hidden, norm, ring, position, moves)
     x = torch.empty(B, D, device=hidden.device, dtype=hidden.dtype)
     block_d = triton.next_power_of_2(D)
     _add_norm_kernel[(B,)](
-        y, bias, hidden, norm.weight, norm.bias, x, ring, position,
+        y, bias, hidden, norm.weight, norm.bias, x, ring, position, *(moves or (None, None)),
         norm.eps, 0 if ring is None else ring.shape[1],
         D=D,
         HAS_Y=y is not None,
@@ -162,6 +175,7 @@ def add_norm(
         HAS_WEIGHT=norm.weight is not None,
         HAS_BIAS=norm.bias is not None,
         HAS_RING=ring is not None,
+        MOVES=moves is not None,
         BLOCK_D=block_d,
         num_warps=max(1, min(16, block_d // 512)),
         **launch_options(),

@@ -10,6 +10,7 @@ import torch
 
 from dejavu_ds.kernels.add_norm import add_norm, add_norm_ref
 from dejavu_ds.kernels.decode_attention import decode_attention, decode_attention_ref
+from dejavu_ds.kernels.embed_norm import embed_norm, embed_norm_ref
 from dejavu_ds.kernels.gather_down_proj import gather_down_proj, gather_down_proj_ref
 from dejavu_ds.kernels.gather_qkv import gather_qkv, gather_qkv_ref
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj, gather_up_proj_ref
@@ -22,6 +23,7 @@ class Ops(NamedTuple):
 
     add_norm: Callable[..., torch.Tensor]
     decode_attention: Callable[..., torch.Tensor]
+    embed_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gather_down_proj: Callable[..., torch.Tensor]
     gather_qkv: Callable[..., torch.Tensor]
     gather_up_proj: Callable[..., torch.Tensor]
@@ -29,10 +31,13 @@ class Ops(NamedTuple):
     recover_kv: Callable[..., None]
 
 
-TRITON = Ops(add_norm, decode_attention, gather_down_proj, gather_qkv, gather_up_proj, predict_select, recover_kv)
+TRITON = Ops(
+    add_norm, decode_attention, embed_norm, gather_down_proj, gather_qkv, gather_up_proj, predict_select, recover_kv
+)
 TORCH = Ops(
     add_norm_ref,
     decode_attention_ref,
+    embed_norm_ref,
     gather_down_proj_ref,
     gather_qkv_ref,
     gather_up_proj_ref,

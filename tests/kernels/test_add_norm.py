@@ -73,6 +73,17 @@ def test_without_a_norm_the_stream_is_returned(op, device):
     assert_same_bits(x, case["hidden"])
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_moves_the_position_on(op, norm, device):
+    case = make(3, 33, torch.float32, device)
+    moves = scalar(2**30, device), torch.tensor([5, 0, -1], device=device)
+    x = op(**case | ({} if norm else {"norm": None}), moves=moves)
+    assert moves[0].tolist() == [2**30 + 1] and moves[1].tolist() == [6, 1, 0]
+    assert_same_bits(x, op(**make(3, 33, torch.float32, device) | ({} if norm else {"norm": None})))
+    with pytest.raises(ValueError, match=r"moves must be \[1\] int32 and \[3\] int64"):
+        add_norm(**case, moves=moves[::-1])
+
+
 @pytest.mark.parametrize(
     "name, change, error, match",
     [

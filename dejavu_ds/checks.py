@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 from dejavu_ds.block import SparseBlock
 from dejavu_ds.injection_policies import Policy
 from dejavu_ds.predictor import PredictorSet
+from dejavu_ds.selection import Selector
+from dejavu_ds.taps import UNITS, Tap
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -124,3 +127,26 @@ def check_tensor_parallel(ds_config: DeepSpeedInferenceConfig, model_config) -> 
     if heads % tp_size:
         fits = [n for n in (1, 2, 4, 8, 16) if heads % n == 0]
         raise ValueError(f"{heads} attention heads cannot be split over tp_size {tp_size}; use one of {fits}")
+
+
+def check_selectors(selectors: Mapping[tuple[str, int], tuple[Selector, Tap]], blocks: Sequence[SparseBlock]) -> None:
+    """ValueError for selectors that do not belong where they are put; see `DejaVuEngine.attach`."""
+    places: dict[int, tuple[str, int]] = {}
+    for (unit, layer), (selector, tap) in selectors.items():
+        place = f"the selector of ({unit!r}, {layer})"
+        if unit not in UNITS or not 0 <= layer < len(blocks):
+            raise ValueError(f"{place}: units are {', '.join(UNITS)}, layers 0 to {len(blocks) - 1}")
+        if id(selector) in places:
+            raise ValueError(f"{place} is also that of {places[id(selector)]}: it holds one choice, make one for each")
+        places[id(selector)] = unit, layer
+        block = blocks[layer]
+        size = block.attention.heads if unit == "heads" else block.mlp.neurons
+        if selector.size != size:
+            raise ValueError(f"{place} is for {selector.size} units, this rank has {size} there")
+        own = Tap(layer, "attention" if unit == "heads" else "mlp")
+        if not selector.of_outputs and _order(tap) > _order(own):
+            raise ValueError(f"{place} listens at {tuple(tap)}, which comes after the unit has run")
+
+
+def _order(tap: Tap) -> tuple[int, int]:
+    return tap.layer, ("attention", "mlp").index(tap.point)

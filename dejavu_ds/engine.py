@@ -18,7 +18,14 @@ from dejavu_ds import decode, generation
 from dejavu_ds.block import PerToken, SparseBlock
 from dejavu_ds.cache import DejaVuCache, LayerShape
 from dejavu_ds.checkpoint import load_model
-from dejavu_ds.checks import DTYPES, check_model, check_predictor_sizes, check_tensor_parallel, merge_config
+from dejavu_ds.checks import (
+    DTYPES,
+    check_model,
+    check_predictor_sizes,
+    check_selectors,
+    check_tensor_parallel,
+    merge_config,
+)
 from dejavu_ds.collectives import TensorParallel, no_compilation
 from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
@@ -272,7 +279,12 @@ class DejaVuEngine(InferenceEngine):
             selectors: {(unit, layer): (selector, where it takes its input)}; the tap of a selector whose `of_outputs`
                 is set is not used.
             sparsity: of which the mode and the recovery window are used.
+
+        Raises:
+            ValueError: a unit or layer that is not there, a tap that comes after the unit has run, one selector in two
+                places, or a selector for another number of units.
         """
+        check_selectors(selectors, self.blocks)
         self.sparsity = sparsity
         for i, block in enumerate(self.blocks):
             heads, mlp = (selectors.get((unit, i), (None, None))[0] for unit in ("heads", "mlp"))

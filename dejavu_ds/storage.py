@@ -71,6 +71,10 @@ def read_config(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if any(path.parent.glob("training*.safetensors")):
+            raise ValueError(
+                f"{path.parent} holds a training that has not ended; the command that began it goes on with it"
+            ) from error
         raise ValueError(f"{path} is missing: this is no folder of predictors; {WAY_OUT}") from error
     except ValueError as error:  # also a UnicodeDecodeError
         raise ValueError(f"{path} is not JSON ({error}): copy it again or {WAY_OUT}") from error

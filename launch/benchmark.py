@@ -140,6 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
+    for name in ("out", "plot", "all"):
+        file = getattr(args, name, None)
+        if file and not Path(file).absolute().parent.is_dir():
+            parser.error(f"--{name} {file}: there is no folder {Path(file).absolute().parent}")
     if args.benchmark == "tp":
         start_ranks(parser, args)
     elif world_size() > 1:

@@ -51,26 +51,25 @@ def forget_script_folder() -> None:
 
 def positive_int(text: str) -> int:
     """An argument's type: a whole number from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    return _number(text, int, lambda value: value >= 1, "a whole number from 1 on")
 
 
 def positive_float(text: str) -> float:
     """An argument's type: a finite number above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
-    return value
+    return _number(text, float, lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def share(text: str) -> float:
     """An argument's type: a number in (0, 1]."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
-    return value
+    return _number(text, float, lambda value: 0 < value <= 1, "in (0, 1]")
+
+
+def _number(text: str, kind: type, allowed: Callable[[float], bool], range_: str):
+    # argparse would name this function in its complaint about a ValueError.
+    with contextlib.suppress(ValueError):
+        if allowed(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"must be {range_}, got {text}")
 
 
 def exit_with_error(program: str, message: str) -> NoReturn:
@@ -146,8 +145,13 @@ def run_program(parser: Parser, run: Callable[[argparse.Namespace], None], args:
         import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
     quiet_other_ranks()
     set_cpu_threads()
-    with reported_errors(parser.prog):
-        run(args)
+    try:
+        with reported_errors(parser.prog):
+            run(args)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr, flush=True)
+        # As `exit_with_error` does, and as a shell reports a signal.
+        (os._exit if world_size() > 1 else sys.exit)(130)
     leave_job()
 
 

@@ -138,7 +138,8 @@ def read_prompt(args) -> str:
             text = SAMPLE_PROMPT if source is None else source
     except (OSError, UnicodeDecodeError) as error:
         where = "standard input" if source == "-" else f"the prompt file {source!r}"
-        raise ValueError(f"{where} cannot be read: {error}; give text in UTF-8") from error
+        way_out = "; give text in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise ValueError(f"{where} cannot be read: {error}{way_out}") from error
     text = text.strip("\n")
     if not text.strip():
         raise ValueError(f"the prompt is empty ({len(text)} characters); give some text to continue")

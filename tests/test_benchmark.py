@@ -387,3 +387,11 @@ def refused(capsys, arguments: list[str], message: str) -> None:
 )
 def test_bad_input(capsys, arguments, message):
     refused(capsys, arguments, message)
+
+
+def test_an_output_without_a_folder_is_refused_before_anything_runs(capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "run_program", lambda *_: pytest.fail("ran"))
+    for option in ("--out", "--plot"):
+        with pytest.raises(SystemExit) as exit_:
+            benchmark.main(["decode", "--shape", TINY, option, "nowhere/file.png"])
+        assert exit_.value.code == 2 and "there is no folder" in capsys.readouterr().err

@@ -7,13 +7,14 @@ import shutil
 import deepspeed
 import pytest
 import torch
-from models import bundled, tiny_opt
+from models import FixedSelector, bundled, tiny_opt
 from test_lookahead import random_predictors
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dejavu_ds
 from dejavu_ds import PredictorSet, SparsityConfig
 from dejavu_ds.checkpoint import bundled_model
+from dejavu_ds.taps import Tap
 
 
 def test_it_is_a_deepspeed_engine(device):
@@ -99,6 +100,26 @@ def test_a_refusal_leaves_the_callers_model_alone():
 def test_refused_keywords(kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         dejavu_ds.init_inference(tiny_opt(), **kwargs)
+
+
+def test_selectors_out_of_place(device):
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+
+    def selector(size=77):
+        return FixedSelector([torch.ones(size, dtype=torch.bool, device=device)])
+
+    shared = selector()
+    for selectors, message in (
+        ({("neurons", 1): (selector(), Tap(1, "mlp"))}, r"\('neurons', 1\): units are mlp, heads, layers 0 to 2"),
+        ({("mlp", 3): (selector(), Tap(2, "mlp"))}, "layers 0 to 2"),
+        ({("mlp", 1): (selector(76), Tap(1, "mlp"))}, "for 76 units, this rank has 77"),
+        ({("mlp", 1): (selector(), Tap(2, "attention"))}, "comes after the unit has run"),
+        ({("heads", 1): (selector(3), Tap(1, "mlp"))}, "comes after the unit has run"),
+        ({("mlp", i): (shared, Tap(i, "mlp")) for i in (1, 2)}, r"also that of \('mlp', 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.attach(selectors, SparsityConfig())
+    engine.attach({("mlp", 1): (shared, Tap(0, "attention"))}, SparsityConfig())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes it")

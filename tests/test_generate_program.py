@@ -210,8 +210,8 @@ def test_help_says_what_density_and_threshold_are(capsys):
         (["--mlp-density", "1.5"], "(0, 1], got 1.5"),
         (["--head-density", "nan"], "(0, 1], got nan"),
         (["--head-density", "half"], "half"),
-        (["--max-new-tokens", "0"], "at least 1, got 0"),
-        (["--temperature", "0"], "above 0 and finite, got 0"),
+        (["--max-new-tokens", "0"], "a whole number from 1 on, got 0"),
+        (["--temperature", "0"], "a finite number above 0, got 0"),
         (["--top-p", "2"], "(0, 1], got 2"),
         (["--top-k", "-3"], "got -3"),
         (["--seed", "-1"], "Seed must be between 0"),
@@ -275,6 +275,22 @@ def test_training_refuses_bad_input_in_one_line(refused, tmp_path):
     assert "rank must be at least 1, got 0" in train("--data", tmp_path / "text.txt", "--rank", "0")
     assert "no device 'abacus'" in train("--data", tmp_path / "text.txt", "--device", "abacus")
     assert "do not fill one window of 256" in train("--data", tmp_path / "text.txt")
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        generate.main([])
+    assert exit_.value.code == 130 and capsys.readouterr().err == "generate.py: interrupted\n"
+
+
+def test_numbers_that_are_none(refused):
+    assert "must be in (0, 1], got much" in refused("--mlp-density", "much")
+    assert "must be a whole number from 1 on, got 1.5" in refused("--max-new-tokens", "1.5")
+    assert "must be a finite number above 0, got inf" in refused("--temperature", "inf")
 
 
 # ---- processes

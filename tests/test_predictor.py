@@ -208,6 +208,9 @@ def test_missing_files(folder, tmp_path, monkeypatch):
     (folder / "predictors.json").unlink()
     with pytest.raises(ValueError, match=r"predictors\.json is missing.*launch/train_predictors\.py"):
         PredictorSet.from_pretrained(folder)
+    (folder / "training-0.safetensors").touch()
+    with pytest.raises(ValueError, match="holds a training that has not ended"):
+        PredictorSet.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./a/b", "a/b/c", "/a/b"])

@@ -110,9 +110,7 @@ def _from_numbers(text: str) -> Shape:
     for item in text.split(","):
         key, _, value = item.partition("=")
         if key.strip() not in names or not value.strip().isdecimal() or int(value) < 1:
-            raise ValueError(
-                f"{item!r} in shape {text!r} is not NUMBER=VALUE with one of {', '.join(names)}, from 1 on"
-            )
+            raise ValueError(f"{item!r} in shape {text!r} is not NAME=VALUE with one of {', '.join(names)}, from 1 on")
         given[key.strip()] = int(value)
     missing = [name for name in names if name not in given and name not in ("vocab", "positions")]
     if missing:

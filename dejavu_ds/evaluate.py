@@ -45,7 +45,7 @@ class Scorer:
     Args:
         mode: "dense": every head and neuron. "masked": every position uses its own selection, K/V of all heads: the
             setting in which the paper measures accuracy. "decode": one token after the other, teacher-forced, through
-            the decode step with its kernels, caches and missing K/V, from the second token on; one sequence at a time,
+            the decode step with its kernels, caches and missing K/V, from the first token on; one sequence at a time,
             since a batch would share its sets.
 
     Raises:
@@ -70,8 +70,7 @@ class Scorer:
 
     def _decode(self, ids: torch.Tensor) -> torch.Tensor:
         cache = self._engine.runner.spare_cache(1, ids.shape[1])
-        steps = [self._engine(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]]
-        steps += [self._engine.decode_one_token(ids[:, t], cache) for t in range(1, ids.shape[1])]
+        steps = [self._engine.decode_one_token(token, cache) for token in ids.unbind(1)]
         self._engine.runner.keep_spare(cache)
         return torch.stack(steps, dim=1)
 

@@ -7,6 +7,7 @@ learns it: `dejavu_ds.unit_trainer`; what can be set: `dejavu_ds.train_config`.
 import hashlib
 import math
 import os
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -87,6 +88,12 @@ def split_windows(documents: list[str], tokenizer, config: TrainConfig) -> tuple
     training, validation = (token_ids(part, tokenizer) for part in split_documents(documents, config.validation_share))
     windows = cut_windows(training, config.context)
     missing = max(0, min(_CALIBRATION_TOKENS, config.buffer_tokens) - len(validation))
+    if missing:
+        warnings.warn(
+            f"the documents kept for validation hold only {len(validation)} tokens, so {min(missing, len(training))} "
+            "of the training text are validated on too: what is said of validation is too good; give more documents",
+            stacklevel=3,
+        )
     validation = torch.cat([validation, training[:missing]])[: config.buffer_tokens]
     return windows, cut_windows(validation, config.context)
 

@@ -12,6 +12,7 @@ from dejavu_ds.launch.common import (
     Parser,
     exit_with_error,
     forget_script_folder,
+    natural,
     positive_int,
     rank,
     run_program,
@@ -44,14 +45,6 @@ BENCHMARKS = ("kernels", "decode", "batch", "tp", "tune")
 SYSTEMS = ("hf-eager", "hf-compiled", "deepspeed", "dense", "sparse", "deepspeed-kernels")
 KERNEL_SHAPES = ("opt-1.3b", "opt-6.7b", "opt-30b", "opt-66b", "opt-66b/4", "opt-175b/4", "opt-175b/8")
 _WARMUP = 10
-
-
-def natural(text: str) -> int:
-    """An argument's type: a whole number from 0 on."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
 
 
 def open_share(text: str) -> float:

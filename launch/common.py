@@ -54,6 +54,11 @@ def positive_int(text: str) -> int:
     return _number(text, int, lambda value: value >= 1, "a whole number from 1 on")
 
 
+def natural(text: str) -> int:
+    """An argument's type: a whole number from 0 on."""
+    return _number(text, int, lambda value: value >= 0, "a whole number from 0 on")
+
+
 def positive_float(text: str) -> float:
     """An argument's type: a finite number above 0."""
     return _number(text, float, lambda value: 0 < value < math.inf, "a finite number above 0")

@@ -3,15 +3,16 @@
 import argparse
 import itertools
 import json
-import os
 import platform
 import sys
 from pathlib import Path
 
+from dejavu_ds.files import write_whole
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
     forget_script_folder,
+    natural,
     positive_int,
     quiet_imports,
     rank,
@@ -62,7 +63,7 @@ def build_parser() -> Parser:
     add("--task-file", nargs="+", default=[], type=named_file, metavar="NAME=FILE", help="tasks from .jsonl files")
     add("--context", type=positive_int, default=512, help="tokens of a window of --data (default: %(default)s)")
     add("--windows", type=positive_int, help="use only the first so many windows (default: all)")
-    add("--num-fewshot", type=int, help="examples in a task's prompt (default: the task's own, or none)")
+    add("--num-fewshot", type=natural, help="examples in a task's prompt (default: the task's own, or none)")
     add("--limit", type=positive_int, help="use only the first so many items of a task (default: all)")
     add("--out", help="file for the results as JSON")
     return parser
@@ -264,9 +265,7 @@ def print_table(rows: list[dict]) -> None:
 
 def write_json(path: str, results: dict) -> None:
     """Whole or not at all."""
-    partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(partial, path)
+    write_whole(path, lambda file: file.write_text(json.dumps(results, indent=1) + "\n"))
 
 
 def conditions(engine, args) -> dict:

@@ -1,8 +1,10 @@
 """Draw what contextual sparsity rests on, for any supported model: PNG and JSON, one pair a figure."""
 
 import json
+from functools import partial
 from pathlib import Path
 
+from dejavu_ds.files import write_whole
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
@@ -89,9 +91,10 @@ def run(args) -> None:
         figures["density"] = density_figure(engine, args, tokenizer, benchmarks)
     if rank() == 0:
         for name, (figure, data) in figures.items():
-            figure.savefig(Path(args.out) / f"{name}.png", dpi=150)
+            write_whole(Path(args.out) / f"{name}.png", partial(figure.savefig, format="png", dpi=150))
             data = {"model": Path(model).name, "text": Path(args.data).name, **data}
-            (Path(args.out) / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+            text = json.dumps(data, indent=1) + "\n"
+            write_whole(Path(args.out) / f"{name}.json", lambda file, text=text: file.write_text(text))
             print(f"{Path(args.out) / name}.png and .json")
 
 

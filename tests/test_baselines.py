@@ -73,9 +73,7 @@ def test_the_oracle_keeps_what_adds_most(mode, criterion, device):
     layers = model.model.decoder.layers
 
     def choose(l, unit, x):
-        keep = top(scores(layers[l], unit, x, criterion), KEPT[unit][l])
-        keep[:, :1] |= mode == "decode"  # the first token is a prefill, which is dense
-        return keep
+        return top(scores(layers[l], unit, x, criterion), KEPT[unit][l])
 
     scorer = Scorer(engine_of("oracle", criterion=criterion), mode)
     torch.testing.assert_close(scorer.logits(ids), run(hooked(model, choose), ids), **TOLERANCE)
@@ -113,9 +111,7 @@ def test_static_is_one_set_by_mean_score(mode, device):
     kept = {key: top(total, KEPT[key[1]][key[0]]) for key, total in totals.items()}
 
     def choose(l, unit, x):
-        keep = kept[l, unit].expand(*x.shape[:2], -1).clone()
-        keep[:, :1] |= mode == "decode"
-        return keep
+        return kept[l, unit].expand(*x.shape[:2], -1)
 
     want = run(hooked(tiny_opt().to(device), choose), ids)
     engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dejavu_ds.files import write_whole
+
 KEYS = (
     "benchmark",
     "shape",
@@ -85,9 +87,7 @@ def command_line(program: str, arguments: Iterable[str]) -> str:
 
 def write_results(path: str | os.PathLike, results: dict[str, Any]) -> None:
     """{"conditions", "rows"} as JSON, whole or not at all."""
-    partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(partial, path)
+    write_whole(path, lambda file: file.write_text(json.dumps(results, indent=1) + "\n"))
 
 
 def ratios(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float | None, float | None]:

@@ -17,6 +17,7 @@ import os
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelHubMixin
 from torch import nn
 
 from dejavu_ds import storage
@@ -118,8 +119,11 @@ class Predictor(nn.Module):
         return Predictor(self.w1.data, self.b1.data, w2, b2, self.quantiles)
 
 
-class PredictorSet:
+class PredictorSet(ModelHubMixin):
     """The predictors of one model, with the densities that each layer gets.
+
+    `push_to_hub(repo_id, private=..., token=..., branch=...)` is huggingface_hub's: it uploads what `save_pretrained`
+    writes.
 
     lookahead    "half", "full" or "none": where the inputs are taken (`dejavu_ds.taps.tap_of`).
     fingerprint  of the model they were trained for (`dejavu_ds.fingerprint.fingerprint`).
@@ -193,8 +197,12 @@ class PredictorSet:
                 f"for {self.lookahead!r}, or train with launch/train_predictors.py --lookahead {lookahead}"
             )
 
-    def save_pretrained(self, folder: str | os.PathLike, dtype: torch.dtype = torch.float16) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike, dtype: torch.dtype = torch.float16, *, config=None, model_card_kwargs=None
+    ) -> None:
         """Write predictors.safetensors (weights in `dtype`, quantiles in fp32) and predictors.json into `folder`.
+
+        `config` and `model_card_kwargs` come from `push_to_hub` and are not used: predictors.json says all.
 
         Raises ValueError for a predictor that is not calibrated, or weights that `dtype` cannot hold.
         """
@@ -224,10 +232,6 @@ class PredictorSet:
                 f"{folder / storage.CONFIG_FILE} is garbled ({type(error).__name__}: {error}): copy it again or "
                 f"{storage.WAY_OUT}"
             ) from error
-
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, dtype: torch.dtype = torch.float16) -> str:
-        """Upload the two files to the hub repository `repo_id`, made if need be; returns the commit's address."""
-        return storage.push(repo_id, private, self._content(), self._tensors(dtype))
 
     def _content(self) -> dict:
         return {

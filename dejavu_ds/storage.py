@@ -6,11 +6,10 @@ No pickle: reading a set runs no code. Whatever is wrong with the files is found
 
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
@@ -38,15 +37,6 @@ def write(folder: str | os.PathLike, content: dict, tensors: dict[str, torch.Ten
     replace_file(folder / WEIGHTS_FILE, serialize(tensors))
     text = json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1)
     replace_file(folder / CONFIG_FILE, f"{text}\n".encode())
-
-
-def push(repo_id: str, private: bool | None, content: dict, tensors: dict[str, torch.Tensor]) -> str:
-    """Upload both files to the hub repository `repo_id`, made if need be; returns the commit's address."""
-    api = HfApi()
-    with tempfile.TemporaryDirectory() as folder:
-        write(folder, content, tensors)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload predictors").commit_url
 
 
 def locate(name: str | os.PathLike, revision: str | None = None) -> Path:

@@ -79,7 +79,7 @@ def train_predictors(
 
 def remove_checkpoint(folder: str | os.PathLike) -> None:
     """Forget the state of a training that is finished and saved, of all processes."""
-    for path in Path(folder).glob("training*.safetensors"):
+    for path in Path(folder).glob("training*.safetensors*"):
         path.unlink()
 
 

@@ -7,7 +7,6 @@ import platform
 import sys
 from pathlib import Path
 
-from dejavu_ds.files import write_whole
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
@@ -22,6 +21,7 @@ from dejavu_ds.launch.common import (
     world_size,
 )
 from dejavu_ds.launch.generate import choose_predictors
+from dejavu_ds.resume import replace_file
 
 EPILOG = """\
 modes:
@@ -265,7 +265,7 @@ def print_table(rows: list[dict]) -> None:
 
 def write_json(path: str, results: dict) -> None:
     """Whole or not at all."""
-    write_whole(path, lambda file: file.write_text(json.dumps(results, indent=1) + "\n"))
+    replace_file(Path(path), (json.dumps(results, indent=1) + "\n").encode())
 
 
 def conditions(engine, args) -> dict:

@@ -1,10 +1,9 @@
 """Draw what contextual sparsity rests on, for any supported model: PNG and JSON, one pair a figure."""
 
+import io
 import json
-from functools import partial
 from pathlib import Path
 
-from dejavu_ds.files import write_whole
 from dejavu_ds.launch.common import (
     DTYPES,
     Parser,
@@ -17,6 +16,7 @@ from dejavu_ds.launch.common import (
     world_size,
 )
 from dejavu_ds.launch.evaluate import find_predictors, load_benchmarks, named_file, select, static_scores
+from dejavu_ds.resume import replace_file
 
 EPILOG = """\
 figures:
@@ -91,10 +91,10 @@ def run(args) -> None:
         figures["density"] = density_figure(engine, args, tokenizer, benchmarks)
     if rank() == 0:
         for name, (figure, data) in figures.items():
-            write_whole(Path(args.out) / f"{name}.png", partial(figure.savefig, format="png", dpi=150))
+            figure.savefig(image := io.BytesIO(), format="png", dpi=150)
+            replace_file(Path(args.out) / f"{name}.png", image.getvalue())
             data = {"model": Path(model).name, "text": Path(args.data).name, **data}
-            text = json.dumps(data, indent=1) + "\n"
-            write_whole(Path(args.out) / f"{name}.json", lambda file, text=text: file.write_text(text))
+            replace_file(Path(args.out) / f"{name}.json", (json.dumps(data, indent=1) + "\n").encode())
             print(f"{Path(args.out) / name}.png and .json")
 
 

@@ -1,5 +1,7 @@
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,6 +231,28 @@ def test_hub(folder, monkeypatch):
         PredictorSet.from_pretrained("org/name")
     monkeypatch.setattr("dejavu_ds.storage.snapshot_download", lambda *_, **__: str(folder))
     assert PredictorSet.from_pretrained("org/name").num_layers == LAYERS
+
+
+def test_push_to_hub(folder, monkeypatch):
+    """huggingface_hub's mixin uploads the two files, and from there they are the same set."""
+    uploaded = {}
+
+    class Api:
+        def __init__(self, token=None):
+            assert token == "secret"
+
+        def create_repo(self, repo_id, private, exist_ok):
+            assert private and exist_ok
+            return SimpleNamespace(repo_id=repo_id)
+
+        def upload_folder(self, *, repo_id, folder_path, **_):
+            uploaded.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+            return f"address of {repo_id}"
+
+    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
+    predictors = PredictorSet.from_pretrained(folder)
+    assert predictors.push_to_hub("org/name", private=True, token="secret") == "address of org/name"
+    assert uploaded == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_truncated_weights(folder):

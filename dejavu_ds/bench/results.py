@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dejavu_ds.files import write_whole
+from dejavu_ds.resume import replace_file
 
 KEYS = (
     "benchmark",
@@ -87,7 +87,7 @@ def command_line(program: str, arguments: Iterable[str]) -> str:
 
 def write_results(path: str | os.PathLike, results: dict[str, Any]) -> None:
     """{"conditions", "rows"} as JSON, whole or not at all."""
-    write_whole(path, lambda file: file.write_text(json.dumps(results, indent=1) + "\n"))
+    replace_file(Path(path), (json.dumps(results, indent=1) + "\n").encode())
 
 
 def ratios(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float | None, float | None]:

@@ -381,7 +381,7 @@ def refused(capsys, arguments: list[str], message: str) -> None:
         (["kernels", "--shape", TINY, "--contexts", "4000"], "context 4000 is beyond"),
         (["kernels", "--shape", "opt-66b/5"], "72 heads .* do not divide by 5"),
         (["decode", "--shape", TINY, "--predictors", "x"], "--predictors belong to a --model"),
-        (["decode", "--shape", TINY, "--batch-sizes", "0"], "must be at least 1"),
+        (["decode", "--shape", TINY, "--batch-sizes", "0"], "must be a whole number from 1 on"),
         (["decode", "--shape", TINY, "--systems", "vllm"], "invalid choice: 'vllm'"),
     ],
 )

@@ -179,7 +179,7 @@ class SparseAttention(nn.Module):
         qkv = self._ops.gather_qkv(x, self.qkv, self.qkv_bias, idx, count, missed)
         return self._ops.decode_attention(
             qkv, layer.k, layer.v, idx, count, cache.position, cache.key_mask, self._scale,
-            tickets=self._tickets if x.shape[0] * self.heads <= TICKETS else None, **moved,
+            tickets=self._tickets, **moved,
         )  # fmt: skip
 
     def _qkv_dense(self, x: torch.Tensor) -> torch.Tensor:

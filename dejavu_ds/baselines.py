@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from dejavu_ds.block import PerToken
 from dejavu_ds.config import SparsityConfig
+from dejavu_ds.criteria import gram_matrices, head_scores
 from dejavu_ds.engine import DejaVuEngine
 from dejavu_ds.selection import Selector
 from dejavu_ds.taps import UNITS, tap_of
@@ -244,13 +245,5 @@ def head_score(attention: nn.Module, criterion: str) -> Callable[[torch.Tensor],
     """
     if criterion not in HEAD_CRITERIA:
         raise ValueError(f"criterion of heads must be one of {', '.join(HEAD_CRITERIA)}, got {criterion!r}")
-    if criterion == "norm":
-        return lambda o: o.float().norm(dim=-1)
-    rows = attention.out.float().unflatten(0, (attention.heads, attention.head_dim))
-    gram = rows @ rows.mT  # |o rows|^2 = o gram o, without the width D
-
-    def score(o: torch.Tensor) -> torch.Tensor:
-        o = o.float()
-        return torch.einsum("...hd,hde,...he->...h", o, gram, o).clamp(min=0).sqrt()
-
-    return score
+    gram = gram_matrices(attention.out.T, attention.head_dim) if criterion == "contribution" else None
+    return lambda o: head_scores(criterion, o.float(), gram=gram)

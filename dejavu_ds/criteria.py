@@ -25,10 +25,10 @@ def head_scores(
     sensitivity: torch.Tensor | None = None,
     gram: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much each head matters to each token, [t, H].
+    """How much each head matters to each token, [..., H].
 
-    outputs      [t, H, head_dim] fp32
-    sensitivity  [t, H] recorded sums of |activation * gradient|, for "plainact"
+    outputs      [..., H, head_dim] fp32
+    sensitivity  [..., H] recorded sums of |activation * gradient|, for "plainact"
     gram         [H, head_dim, head_dim] from `gram_matrices`, for "contribution"
     """
     if criterion == "norm":
@@ -36,7 +36,7 @@ def head_scores(
     if criterion == "plainact":
         return sensitivity.float()
     # |W o|^2 = o' (W' W) o: no vector of the width D is formed.
-    return (torch.einsum("thi,hij->thj", outputs, gram) * outputs).sum(-1).clamp(min=0).sqrt()
+    return (torch.einsum("...hi,hij->...hj", outputs, gram) * outputs).sum(-1).clamp(min=0).sqrt()
 
 
 def log_sizes(criterion: str, scores: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, MaxLengthCriteria
 
 from dejavu_ds.cache import DejaVuCache
-from dejavu_ds.token_loop import TokenChooser, generate_tokens
+from dejavu_ds.token_loop import TokenChooser, generate_tokens, next_tokens
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -135,57 +135,71 @@ def sample(
     """
     new_tokens = generation_config.max_length - input_ids.shape[1]
     logits, cache = _prefill(engine, input_ids, model_kwargs, kept_cache, given_positions, new_tokens)
-    do_sample = generation_config.do_sample
     # As in transformers: sequences that another criterion finished go on until all are done.
     padded = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     pad = generation_config._pad_token_tensor if padded else None
     record = generation_config.return_dict_in_generate
     if not record and TokenChooser.fits(logits_processor, stopping_criteria):
+        do_sample = generation_config.do_sample
         chooser = TokenChooser(logits_processor, stopping_criteria, do_sample, pad, engine.tp, engine.device)
         # A criterion of the caller's may end it before max_length does; one token is always made.
         ends = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
         new_tokens = max(1, min([*ends, generation_config.max_length]) - input_ids.shape[1])
         made = generate_tokens(engine, cache, logits, chooser, new_tokens, to_streamer)
-        if to_streamer is not None:
-            to_streamer.end()
-        cache.live.fill_(True)
-        if kept_cache is None:
-            engine.runner.keep_spare(cache)
-        return torch.cat([input_ids, made], dim=1)
-    scores, raw_logits = [], []
+        output = torch.cat([input_ids, made], dim=1)
+    else:
+        output = _generate_on_host(
+            engine, cache, logits, input_ids, logits_processor, stopping_criteria, generation_config, pad, to_streamer
+        )
+    cache.live.fill_(True)  # whoever continues with it does so for every sequence
+    if to_streamer is not None:
+        to_streamer.end()
+    if record:
+        output[cache_field(GenerateDecoderOnlyOutput)] = cache
+    elif kept_cache is None:
+        engine.runner.keep_spare(cache)
+    return output
+
+
+def _generate_on_host(
+    engine: "DejaVuEngine",
+    cache: DejaVuCache,
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    pad: torch.Tensor | None,
+    streamer: "BaseStreamer | None",
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """The loop for processors and criteria that look at the text, and for scores that are asked for."""
+    record, scores, raw_logits = config.return_dict_in_generate, [], []
     live = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     while True:
         next_scores = logits_processor(input_ids, logits.float())
-        if record and generation_config.output_scores:
+        if record and config.output_scores:
             scores.append(next_scores)
-        if record and generation_config.output_logits:
+        if record and config.output_logits:
             raw_logits.append(logits.float())
-        tokens = _next_tokens(next_scores, do_sample)
+        tokens = next_tokens(next_scores, config.do_sample)
         if pad is not None:
             tokens = torch.where(live, tokens, pad)
         # The ranks hold the same logits, but a random draw or a clock may differ: rank 0 decides.
         tokens = engine.tp.broadcast(tokens)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
-        if to_streamer is not None:
-            to_streamer.put(tokens.cpu())
+        if streamer is not None:
+            streamer.put(tokens.cpu())
         finished = stopping_criteria(input_ids, tuple(scores) if scores else None)
         live = engine.tp.broadcast((live & ~finished).to(torch.uint8)).bool()
         if not bool(live.any()):
             break
         cache.live.copy_(live)
         logits = engine.decode_one_token(tokens, cache)
-    cache.live.fill_(True)  # whoever continues with it does so for every sequence
-    if to_streamer is not None:
-        to_streamer.end()
     if not record:
-        if kept_cache is None:
-            engine.runner.keep_spare(cache)
         return input_ids
-    output = GenerateDecoderOnlyOutput(
+    return GenerateDecoderOnlyOutput(
         sequences=input_ids, scores=tuple(scores) or None, logits=tuple(raw_logits) or None
     )
-    output[cache_field(GenerateDecoderOnlyOutput)] = cache
-    return output
 
 
 def cache_field(output_class: type) -> str:
@@ -226,9 +240,3 @@ def _prefill(
         logits_to_keep=1,
     )
     return output.logits[:, -1], cache
-
-
-def _next_tokens(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
-    if not do_sample:
-        return scores.argmax(dim=-1)
-    return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)

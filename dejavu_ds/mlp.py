@@ -42,10 +42,7 @@ class SparseMLP(nn.Module):
 
     def prefill(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         """Dense over [B, S, D]; `keep` [B, S, F] bool zeroes neurons token by token."""
-        h = torch.relu(F.linear(x, self.fc1, self.b1))
-        if keep is not None:
-            h = h * keep
-        return self._finish(h @ self.fc2)
+        return self._finish(self._product(x, keep))
 
     def decode(
         self,
@@ -71,7 +68,7 @@ class SparseMLP(nn.Module):
         dense = self.selector is None or "mlp" in cache.dense_units
         idx, count, mask = self._every_neuron if dense else self.selector.join()
         if self.masked:
-            y = (torch.relu(F.linear(x, self.fc1, self.b1)) * mask) @ self.fc2
+            y = self._product(x, mask)
         else:
             h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True)
             y = self._ops.gather_down_proj(
@@ -85,6 +82,11 @@ class SparseMLP(nn.Module):
             )
         moves = (cache.position, cache.position_ids) if last else None
         return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position, moves)
+
+    def _product(self, x: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part of the dense result, without b2."""
+        h = torch.relu(F.linear(x, self.fc1, self.b1))
+        return (h if keep is None else h * keep) @ self.fc2
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
         y = self._tp.all_reduce(y)

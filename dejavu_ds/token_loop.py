@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 _PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
+def next_tokens(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """[B, V] scores -> [B]: drawn from their distribution, or the likeliest."""
+    return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1) if do_sample else scores.argmax(-1)
+
+
 class TokenChooser:
     """From logits to the next tokens, on the device, so that it can be captured in a CUDA graph.
 
@@ -73,11 +78,10 @@ class TokenChooser:
     def __call__(self, logits: torch.Tensor, cache: DejaVuCache) -> torch.Tensor:
         """Put the next tokens into the cache, and who is still live; [B + 1] int64: the tokens, and whether any is."""
         scores = self._processors(cache.tokens[:, None], logits.float())
+        tokens = next_tokens(scores, self._do_sample)
         if self._do_sample:
             # The ranks hold the same scores, but draw from generators of their own: rank 0 decides.
-            tokens = self._tp.broadcast(torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1))
-        else:
-            tokens = scores.argmax(-1)
+            tokens = self._tp.broadcast(tokens)
         if self._pad is not None:
             tokens = torch.where(cache.live, tokens, self._pad)
         cache.tokens.copy_(tokens)

@@ -18,29 +18,16 @@ _DOT_FROM = 5
 _DOT_TOKENS = 16
 
 
-class RowsConfig(NamedTuple):
-    """Of a kernel whose program takes whole rows: gather_up_proj, gather_qkv.
+class Config(NamedTuple):
+    """Of one projection kernel.
 
     block_b, block_n, block_d  tokens, rows and columns in a tile
     dot       tensor cores, for which block_b and block_n are at least 16
     stages    of the pipeline that loads tiles for them
     warps     of a program
-    programs  at most, along the rows
-    """
-
-    block_b: int
-    block_n: int
-    block_d: int
-    dot: bool = False
-    stages: int = 1
-    warps: int = 4
-    programs: int = 4096
-
-
-class DownConfig(NamedTuple):
-    """Of gather_down_proj, whose program takes a share of the rows and `block_d` columns of each.
-
-    programs  wanted in all; the rows are split into as many shares as this takes
+    programs  gather_up_proj and gather_qkv, whose programs take whole rows: at most so many along the rows.
+              gather_down_proj, whose program takes a share of the rows and block_d columns of each: wanted in all; the
+              rows are split into as many shares as this takes
     """
 
     block_b: int
@@ -52,24 +39,18 @@ class DownConfig(NamedTuple):
     programs: int = 528
 
 
-KINDS: dict[str, type] = {
-    "gather_up_proj": RowsConfig,
-    "gather_qkv": RowsConfig,
-    "gather_down_proj": DownConfig,
-    "out_proj": DownConfig,
-}
+WHOLE_ROWS = ("gather_up_proj", "gather_qkv")
+"""The kernels whose programs take whole rows."""
+KERNELS = (*WHOLE_ROWS, "gather_down_proj", "out_proj")
 """The kernels that are tuned; out_proj is gather_down_proj of heads, whose units are many rows."""
 
 TUNED_FILE = Path(__file__).with_name("tuned.json")
 
 
-def read_tuned(path: Path = TUNED_FILE) -> dict[tuple[str, int, int], RowsConfig | DownConfig]:
+def read_tuned(path: Path = TUNED_FILE) -> dict[tuple[str, int, int], Config]:
     """{(kernel, block_b, D): configuration} for 16-bit weights, as measured."""
     entries = json.loads(path.read_text(encoding="utf-8"))["configs"]
-    return {
-        (entry["kernel"], entry["config"]["block_b"], entry["D"]): KINDS[entry["kernel"]](**entry["config"])
-        for entry in entries
-    }
+    return {(entry["kernel"], entry["config"]["block_b"], entry["D"]): Config(**entry["config"]) for entry in entries}
 
 
 TUNED = read_tuned()
@@ -80,24 +61,17 @@ def token_block(B: int) -> tuple[int, bool]:
     return (_DOT_TOKENS, True) if B >= _DOT_FROM else (triton.next_power_of_2(B), False)
 
 
-def rows_config(kernel: str, B: int, D: int, dtype: torch.dtype) -> RowsConfig:
-    """For B tokens and rows of D elements."""
+def config_for(kernel: str, B: int, D: int, dtype: torch.dtype) -> Config:
+    """Of one of `KERNELS` for B tokens and rows of D elements."""
     block_b, dot = token_block(B)
     tuned = TUNED.get((kernel, block_b, D)) if dtype.itemsize == 2 else None
     if tuned is not None:
         return tuned
+    # Without tensor cores the fp32 accumulator holds at most 8192 elements, 64 registers a thread of 4 warps.
+    if kernel in WHOLE_ROWS:
+        if dot:
+            return Config(block_b, 16, row_block(D, 256), True, stages=4, programs=1024)
+        return Config(block_b, 2, row_block(D, 1024), programs=4096)
     if dot:
-        return RowsConfig(block_b, 16, row_block(D, 256), True, stages=4, programs=1024)
-    # The fp32 accumulator holds block_b * block_n * block_d <= 8192 elements, 64 registers a thread of 4 warps.
-    return RowsConfig(block_b, 2, row_block(D, 1024))
-
-
-def down_config(kernel: str, B: int, D: int, dtype: torch.dtype) -> DownConfig:
-    """For B tokens and rows of D elements."""
-    block_b, dot = token_block(B)
-    tuned = TUNED.get((kernel, block_b, D)) if dtype.itemsize == 2 else None
-    if tuned is not None:
-        return tuned
-    if dot:
-        return DownConfig(block_b, 64, row_block(D, 128), True, stages=3)
-    return DownConfig(block_b, 16 // block_b, row_block(D, 512))
+        return Config(block_b, 64, row_block(D, 128), True, stages=3)
+    return Config(block_b, 16 // block_b, row_block(D, 512))

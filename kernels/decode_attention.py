@@ -28,7 +28,8 @@ Shapes (B sequences, H heads, T cache capacity, cap = head_idx.numel(), K = coun
     watermark [H]                    int32, moved in place; None where every head runs at every step
     recovered_total [1]              int64, or None; raised by the number of heads that `recover_kv` saw to: before the
                                      move, in `mask` with t - watermark > longer_than, or t - watermark >= window
-    tickets   [>= B * cap]           int32 zeros that only launches in order share; left zero; None: made for the call
+    tickets   [>= B * cap]           int32 zeros that only launches in order share; left zero; None or too few: made for
+                                     the call
     out       [B, cap, head_dim]     dtype of qkv, computed in fp32; slots from K on are unspecified
 Keys beyond t may hold anything, and so may masked keys: they have no effect.
 """
@@ -268,8 +269,8 @@ def _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask, tickets) 
         raise TypeError(f"key_mask must be bool, got {key_mask.dtype}")
     if not all(t.is_contiguous() for t in (qkv, k_cache, v_cache, head_idx, key_mask)):
         raise ValueError("qkv, k_cache, v_cache, head_idx and key_mask must be contiguous; allocate the caches whole")
-    if tickets is not None and (tickets.dtype != torch.int32 or tickets.numel() < B * cap):
-        raise ValueError(f"tickets must be {B * cap} int32 zeros or more, got {tickets.numel()} of {tickets.dtype}")
+    if tickets is not None and tickets.dtype != torch.int32:
+        raise TypeError(f"tickets must be int32, got {tickets.dtype}")
 
 
 def _check_watermark(H: int, mask, watermark, window, recovered_total) -> None:
@@ -330,7 +331,7 @@ def decode_attention(
     if shares > 1:
         part = torch.empty(B, cap, _MAX_SHARES, head_dim, device=qkv.device, dtype=torch.float32)
         m, l = torch.empty(2, B, cap, _MAX_SHARES, device=qkv.device, dtype=torch.float32)
-        if tickets is None:
+        if tickets is None or tickets.numel() < B * cap:
             tickets = torch.zeros(B * cap, device=qkv.device, dtype=torch.int32)
     _decode_attention_kernel[(max(1, min(B * cap * shares, _MAX_PROGRAMS)),)](
         qkv, k_cache, v_cache, head_idx, count, position, key_mask.view(torch.uint8), out,

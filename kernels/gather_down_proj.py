@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import DownConfig, down_config
+from dejavu_ds.kernels.configs import Config, config_for
 from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
 from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
@@ -234,7 +234,7 @@ def gather_down_proj(
     skip_zeros: bool = False,
     out: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
-    config: DownConfig | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """Return the sum over the kept rows of h[:, n] * w[n]; shapes and limits are in the module docstring.
 
@@ -250,7 +250,7 @@ def gather_down_proj(
     if out is not None and (out.shape != (h.shape[0], w.shape[1]) or not out.is_contiguous()):
         raise ValueError(f"out must be {[h.shape[0], w.shape[1]]} and contiguous, got {tuple(out.shape)}")
     B, D = h.shape[0], w.shape[1]
-    c = config or down_config("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
+    c = config or config_for("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
     tiles_d, tiles_b = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     if tickets is None or tickets.numel() < tiles_d * tiles_b:
         tickets = torch.zeros(tiles_d * tiles_b, dtype=torch.int32, device=h.device)

@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import RowsConfig, rows_config
+from dejavu_ds.kernels.configs import Config, config_for
 from dejavu_ds.kernels.gather_up_proj import check_gather, gather_up_proj_ref
 from dejavu_ds.kernels.tiles import ask_ahead, await_inputs, launch_options, lines_of, rows_times_rows
 
@@ -208,7 +208,7 @@ def gather_qkv(
     idx: torch.Tensor,
     count: torch.Tensor,
     missed: Missed | None = None,
-    config: RowsConfig | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """Return qkv of the kept heads and store the keys and values that they missed; see the module docstring.
 
@@ -221,7 +221,7 @@ def gather_qkv(
     _check(x, w, b, idx, count, missed)
     (B, D), (H, _, head_dim, _), cap = x.shape, w.shape, idx.numel()
     y = torch.empty(B, cap, 3, head_dim, device=x.device, dtype=x.dtype)
-    c = config or rows_config("gather_qkv", B, D, x.dtype)
+    c = config or config_for("gather_qkv", B, D, x.dtype)
     inputs, watermark, position, k_cache, v_cache, at_most = missed or (None,) * 5 + (0,)
     grid = (min(cap * 3 * triton.cdiv(head_dim, c.block_n), c.programs), triton.cdiv(B, c.block_b))
     _gather_qkv_kernel[grid](

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import RowsConfig, rows_config
+from dejavu_ds.kernels.configs import Config, config_for
 from dejavu_ds.kernels.tiles import ask_ahead, await_inputs, launch_options, lines_of, rows_times_rows
 
 # Rows that the twin copies together on their way to a product: few enough to stay in a core's cache.
@@ -132,7 +132,7 @@ def gather_up_proj(
     count: torch.Tensor,
     group: int = 1,
     relu: bool = False,
-    config: RowsConfig | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """Return x @ w[rows].T + b[rows] for the rows of the kept units; shapes and limits are in the module docstring.
 
@@ -155,7 +155,7 @@ def gather_up_proj(
     B, D = x.shape
     rows_cap = idx.numel() * group
     y = torch.empty(B, rows_cap, device=x.device, dtype=x.dtype)
-    c = config or rows_config("gather_up_proj", B, D, x.dtype)
+    c = config or config_for("gather_up_proj", B, D, x.dtype)
     grid = (min(triton.cdiv(rows_cap, c.block_n), c.programs), triton.cdiv(B, c.block_b))
     _gather_up_proj_kernel[grid](
         x, w, b, idx, count, y,

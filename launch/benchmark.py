@@ -107,10 +107,10 @@ def add_systems(sub: Parser, name: str) -> None:
 
 def add_tuning(sub: Parser) -> None:
     """What is searched and where the result goes."""
-    from dejavu_ds.kernels.configs import KINDS, TUNED_FILE
+    from dejavu_ds.kernels.configs import KERNELS, TUNED_FILE
 
     add = sub.add_argument
-    add("--kernels", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="default: %(default)s")
+    add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="default: %(default)s")
     add("--workers", type=positive_int, default=os.cpu_count(), help="processes that compile (default: %(default)s)")
     add("--steps", type=positive_int, default=30, help="timed replays of a candidate (default: %(default)s)")
     add("--out", metavar="FILE.json", default=str(TUNED_FILE), help="default: %(default)s")
@@ -291,6 +291,7 @@ def run_tune(args) -> None:
     import torch
 
     from dejavu_ds.bench.tune import tune, write_tuned
+    from dejavu_ds.resume import replace_file
 
     device = choose_device(args)
     if device.type != "cuda" or args.dtype == "fp32":
@@ -298,7 +299,7 @@ def run_tune(args) -> None:
     entries = tune(make_layers(args, device), args.kernels, args.steps, args.workers, say)
     write_tuned(entries, torch.cuda.get_device_name(device), Path(args.out))
     if args.all:
-        Path(args.all).write_text(json.dumps(entries) + "\n", encoding="utf-8")
+        replace_file(Path(args.all), (json.dumps(entries) + "\n").encode())
 
 
 def save(args, rows: list[dict]) -> None:

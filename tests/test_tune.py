@@ -9,7 +9,7 @@ from dejavu_ds.bench import tune
 from dejavu_ds.bench.kernels import Layer
 from dejavu_ds.bench.shapes import parse_local_shape
 from dejavu_ds.kernels import configs
-from dejavu_ds.kernels.configs import KINDS, DownConfig, RowsConfig, read_tuned, token_block
+from dejavu_ds.kernels.configs import KERNELS, WHOLE_ROWS, Config, read_tuned, token_block
 
 TINY = "hidden=64,ffn=96,heads=4,layers=2,vocab=512,positions=128"
 
@@ -19,7 +19,7 @@ def layer_of(batch, device):
     return Layer(shape, tp, batch, 16, 0.5, 0.5, torch.float16, torch.device(device))
 
 
-@pytest.mark.parametrize("kernel", KINDS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("D", [2048, 4096, 5120, 7168, 9216, 12288])
 @pytest.mark.parametrize("B", [1, 2, 4, 8, 16])
 def test_candidates(kernel, B, D):
@@ -29,17 +29,16 @@ def test_candidates(kernel, B, D):
         assert D % config.block_d == 0 and (config.block_b, config.dot) == token_block(B)
         if config.dot:
             assert config.block_n >= 16
-        elif isinstance(config, RowsConfig):
+        elif kernel in WHOLE_ROWS:
             assert config.block_b * config.block_n * config.block_d <= 64 * 32 * config.warps
 
 
-@pytest.mark.parametrize("kernel", KINDS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("B", [1, 6])
 def test_every_candidate_gives_the_same(kernel, B, device):
     torch.manual_seed(0)
     block_b, dot = token_block(B)
-    kind = KINDS[kernel]
-    first, second = (kind(block_b, 16, 64, dot), kind(block_b, 32, 32, dot, warps=2, programs=5))
+    first, second = (Config(block_b, 16, 64, dot), Config(block_b, 32, 32, dot, warps=2, programs=5))
     (call,) = tune.calls(kernel, layer_of(B, device), 1)
     kept = {"gather_up_proj": 48, "gather_qkv": 2}.get(kernel)
     results = [call(config)[:, :kept].double() for config in (first, second)]
@@ -48,7 +47,7 @@ def test_every_candidate_gives_the_same(kernel, B, device):
 
 
 def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
-    wanted = [RowsConfig(1, 4, 64), RowsConfig(1, 2, 32)]
+    wanted = [Config(1, 4, 64), Config(1, 2, 32)]
     monkeypatch.setattr(tune, "candidates", lambda kernel, B, D: wanted)
     times = iter([[3.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
     monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
@@ -56,19 +55,19 @@ def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
     assert (entry["D"], entry["us"], entry["config"]) == (64, 2000.0, wanted[1]._asdict())
     path = tmp_path / "tuned.json"
     tune.write_tuned([entry], "a card", path)
-    other = {"kernel": "out_proj", "D": 64, "config": DownConfig(16, 16, 64, True)._asdict(), "us": 1.0, "tried": []}
+    other = {"kernel": "out_proj", "D": 64, "config": Config(16, 16, 64, True)._asdict(), "us": 1.0, "tried": []}
     tune.write_tuned([other], "a card", path)
     assert json.loads(path.read_text())["device"] == "a card"
     assert read_tuned(path) == {
         ("gather_up_proj", 1, 64): wanted[1],
-        ("out_proj", 16, 64): DownConfig(16, 16, 64, True),
+        ("out_proj", 16, 64): Config(16, 16, 64, True),
     }
     monkeypatch.setattr(configs, "TUNED", read_tuned(path))
-    assert configs.rows_config("gather_up_proj", 1, 64, torch.bfloat16) == wanted[1]
-    assert configs.rows_config("gather_up_proj", 1, 64, torch.float32) != wanted[1]
-    assert configs.down_config("out_proj", 7, 64, torch.float16) == DownConfig(16, 16, 64, True)
+    assert configs.config_for("gather_up_proj", 1, 64, torch.bfloat16) == wanted[1]
+    assert configs.config_for("gather_up_proj", 1, 64, torch.float32) != wanted[1]
+    assert configs.config_for("out_proj", 7, 64, torch.float16) == Config(16, 16, 64, True)
 
 
 def test_the_shipped_table_can_be_read():
     for (kernel, block_b, D), config in configs.TUNED.items():
-        assert isinstance(config, KINDS[kernel]) and config.block_b == block_b and D % config.block_d == 0
+        assert kernel in KERNELS and config.block_b == block_b and D % config.block_d == 0

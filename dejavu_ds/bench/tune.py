@@ -16,12 +16,12 @@ import triton
 
 from dejavu_ds.bench.kernels import Layer
 from dejavu_ds.bench.timing import time_rotated
-from dejavu_ds.kernels.configs import KINDS, DownConfig, RowsConfig, token_block
-from dejavu_ds.kernels.gather_down_proj import TICKETS, gather_down_proj
+from dejavu_ds.kernels.configs import WHOLE_ROWS, Config, token_block
+from dejavu_ds.kernels.gather_down_proj import gather_down_proj
 from dejavu_ds.kernels.gather_qkv import gather_qkv
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
+from dejavu_ds.resume import replace_file
 
-Config = RowsConfig | DownConfig
 _STD = 0.02
 
 
@@ -31,18 +31,18 @@ def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
     if dot:
         for n, d, stages in itertools.product((16, 32, 64), (64, 128, 256), (3, 4)):
             if D % d == 0:
-                yield KINDS[kernel](block_b, n, d, True, stages)
+                yield Config(block_b, n, d, True, stages, programs=1024 if kernel in WHOLE_ROWS else 528)
         return
-    if KINDS[kernel] is RowsConfig:
+    if kernel in WHOLE_ROWS:
         for n, d, warps, programs in itertools.product((1, 2, 4), (512, 1024, 2048), (2, 4, 8), (1056, 4096)):
             per_thread = block_b * n * d / (32 * warps)
             if D % d == 0 and 8 <= per_thread <= 64 and d >= 8 * 32 * min(warps, 4) and D // d <= 24:
-                yield RowsConfig(block_b, n, d, False, 1, warps, programs)
+                yield Config(block_b, n, d, False, 1, warps, programs)
         return
     for n, d, warps, programs in itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024), (4, 8), (264, 528, 1056)):
         per_thread = block_b * n * d / (32 * warps)
         if D % d == 0 and (per_thread == 64 or (per_thread == 32 and warps == 4 and programs > 264)):
-            yield DownConfig(block_b, n, d, False, 1, warps, programs)
+            yield Config(block_b, n, d, False, 1, warps, programs)
 
 
 def calls(kernel: str, layer: Layer, buffers: int | None = None) -> list[Callable[[Config], torch.Tensor]]:
@@ -55,7 +55,7 @@ def calls(kernel: str, layer: Layer, buffers: int | None = None) -> list[Callabl
     weights = [layer.random(units * group, D, std=_STD) for _ in range(R)]
     sets = [layer.choose(units, kept) for _ in range(R)]
     x = layer.random(B, D)
-    tickets = torch.zeros(TICKETS, dtype=torch.int32, device=layer.device)
+    tickets = layer.tickets()
     # Half of the kept neurons come out of the ReLU as zero.
     h = layer.random(B, units * group) if heads else torch.relu(layer.random(B, units * group))
 
@@ -129,4 +129,4 @@ def write_tuned(entries: list[dict], device: str, path: Path) -> None:
             k: entry[k] for k in ("kernel", "D", "config", "us")
         }
     ordered = [kept[key] for key in sorted(kept)]
-    path.write_text(json.dumps({"device": device, "configs": ordered}, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, (json.dumps({"device": device, "configs": ordered}, indent=1) + "\n").encode())

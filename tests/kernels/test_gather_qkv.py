@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, IMPLEMENTATIONS, assert_same_bits, check_qkv, make_qkv
 
-from dejavu_ds.kernels.configs import rows_config
+from dejavu_ds.kernels.configs import config_for
 from dejavu_ds.kernels.gather_qkv import gather_qkv
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -41,7 +41,7 @@ def test_matches_fp64(implementation, B, D, H, head_dim, count, kwargs, dtype, d
 @pytest.mark.parametrize("B", [1, 6])
 def test_a_program_takes_several_blocks(B, device):
     torch.manual_seed(0)
-    config = rows_config("gather_qkv", B, 33, torch.float32)._replace(programs=3)
+    config = config_for("gather_qkv", B, 33, torch.float32)._replace(programs=3)
     case = make_qkv(B, 33, 4, 5, 3, torch.float32, device, watermark=[7, 8, 9, 6])
     check_qkv(partial(gather_qkv, config=config), case, True)
 

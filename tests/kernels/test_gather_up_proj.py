@@ -5,7 +5,7 @@ import torch
 from helpers import assert_as_accurate
 from kernel_cases import DTYPES, IMPLEMENTATIONS, check_up, make_up
 
-from dejavu_ds.kernels.configs import rows_config
+from dejavu_ds.kernels.configs import config_for
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -52,7 +52,7 @@ def test_every_unit_in_order(implementation, device):
 @pytest.mark.parametrize("B", [2, 6])
 def test_a_program_takes_several_blocks(B, device):
     torch.manual_seed(0)
-    config = rows_config("gather_up_proj", B, 33, torch.float32)._replace(programs=3)
+    config = config_for("gather_up_proj", B, 33, torch.float32)._replace(programs=3)
     case = make_up(B, 33, 120, 103, 1, True, True, torch.float32, device)
     check_up(partial(gather_up_proj, config=config), case, True)
 

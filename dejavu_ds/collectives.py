@@ -94,7 +94,7 @@ class TensorParallel:
 class OneShotSum:
     """Sum over the GPUs of one host in one launch: each has written its part where all can read it, and adds them up.
 
-    Through torch's symmetric memory, without NVLink multicast. NCCL takes two to three times as long for one token. The
+    Through torch's symmetric memory, without NVLink multicast; for one token NCCL is bound by its latency. The
     memory is set up here, so that the sum can be captured in a CUDA graph. fp32, since torch has it for no fp16.
 
     Raises:

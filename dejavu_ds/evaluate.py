@@ -113,8 +113,7 @@ def perplexity(
     """Perplexity of the engine's model on windows of text; in each, all tokens but the first are predicted.
 
     Args:
-        windows: [n, S] int64 token ids, n >= 1, S >= 2 (3 for "decode", whose first prediction is a dense prefill's),
-            up to one more than the model's positions.
+        windows: [n, S] int64 token ids, n >= 1, S >= 2, up to one more than the model's positions.
         mode: as `Scorer` says.
         batch_size: windows at once, for dense and masked.
 
@@ -122,11 +121,8 @@ def perplexity(
         ValueError: an unknown mode or windows of another shape.
     """
     scorer = Scorer(engine, mode)
-    least = 3 if mode == "decode" else 2
-    if windows.dim() != 2 or windows.shape[0] < 1 or windows.shape[1] < least:
-        raise ValueError(
-            f"{mode}: windows must be [n, S], n at least 1 and S at least {least}, got {list(windows.shape)}"
-        )
+    if windows.dim() != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
+        raise ValueError(f"{mode}: windows must be [n, S], n at least 1 and S at least 2, got {list(windows.shape)}")
     parts = windows.split(1 if mode == "decode" else batch_size)
     losses = [_losses(scorer, ids) for ids in tqdm(parts, disable=not progress, desc=mode)]
     loss = torch.cat(losses).double()

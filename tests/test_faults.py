@@ -317,7 +317,16 @@ def test_recovery_in_a_prefill_is_no_part_of_a_step(device):
     assert engine.stats.report() == before
 
 
-@pytest.mark.parametrize("mode, shape", [("decode", (2, 2)), ("dense", (2, 1)), ("masked", (0, 5)), ("dense", (5,))])
+@pytest.mark.parametrize("mode, shape", [("decode", (2, 1)), ("dense", (2, 1)), ("masked", (0, 5)), ("dense", (5,))])
 def test_windows_without_anything_to_predict(mode, shape):
     with pytest.raises(ValueError, match=r"windows .*\["):
         perplexity(sparse(), torch.full(shape, 7), mode)
+
+
+def test_the_shortest_window_that_predicts(device):
+    """Two tokens, one prediction: decode makes it by a sparse step, as masked does in one pass."""
+    engine, windows = sparse(), random_ids(3, 2, device)
+    masked, decode = (perplexity(engine, windows, mode) for mode in ("masked", "decode"))
+    assert decode.tokens == masked.tokens == 3
+    assert decode.value == pytest.approx(masked.value, rel=1e-5)
+    assert decode.mlp_by_layer == pytest.approx(masked.mlp_by_layer)

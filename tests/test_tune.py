@@ -58,6 +58,8 @@ def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
     other = {"kernel": "out_proj", "D": 64, "config": Config(16, 16, 64, True)._asdict(), "us": 1.0, "tried": []}
     tune.write_tuned([other], "a card", path)
     assert json.loads(path.read_text())["device"] == "a card"
+    with pytest.raises(ValueError, match="measured on a card, this is another one"):
+        tune.write_tuned([other], "another one", path)
     assert read_tuned(path) == {
         ("gather_up_proj", 1, 64): wanted[1],
         ("out_proj", 16, 64): Config(16, 16, 64, True),

@@ -121,9 +121,14 @@ def _fastest(kernel: str, layer: Layer, repeats: int) -> dict[str, Any]:
 
 
 def write_tuned(entries: list[dict], device: str, path: Path) -> None:
-    """Write `tuned.json`; earlier entries of other shapes stay."""
-    old = json.loads(path.read_text(encoding="utf-8"))["configs"] if path.exists() else []
-    kept = {(e["kernel"], e["config"]["block_b"], e["D"]): e for e in old}
+    """Write `tuned.json`; earlier entries of other shapes stay.
+
+    Raises ValueError for a file that was measured on another device.
+    """
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"device": None, "configs": []}
+    if old["device"] not in (None, device):
+        raise ValueError(f"{path} was measured on {old['device']}, this is {device}: write to another file with --out")
+    kept = {(e["kernel"], e["config"]["block_b"], e["D"]): e for e in old["configs"]}
     for entry in entries:
         kept[entry["kernel"], entry["config"]["block_b"], entry["D"]] = {
             k: entry[k] for k in ("kernel", "D", "config", "us")

@@ -10,15 +10,12 @@ from dejavu_ds.cache import DejaVuCache, LayerCache
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.injection_policies import BlockParts
 from dejavu_ds.kernels.add_norm import Norm
-from dejavu_ds.kernels.gather_down_proj import TICKETS
-from dejavu_ds.kernels.gather_qkv import Missed
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.mlp import frozen
 from dejavu_ds.selection import Selection, Selector
 
-# Missed tokens that the projection of a returning head makes up on the way, reading the head's rows anyway. Longer runs
-# want tensor cores.
-SHORT_RUN = 16
+# For so many pairs of sequence and head; a larger batch makes its own at every step.
+_TICKETS = 4096
 
 Keep = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
@@ -48,13 +45,14 @@ class SparseAttention(nn.Module):
         self.out_bias = frozen(parts.out.bias)
         self.selector: Selector | None = None
         self.masked = False
+        self.recovery_stream: torch.cuda.Stream | None = None
         self._scale = head_dim**-0.5
         self._ops = ops
         self._tp = tp
         self._every_head = Selection.all_of(self.heads, self.qkv.device)
-        self._tickets = torch.zeros(TICKETS, dtype=torch.int32, device=self.qkv.device)
+        self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=self.qkv.device)
         self.recovered_total = torch.zeros(1, dtype=torch.int64, device=self.qkv.device)
-        """Heads whose long runs of missing K/V were computed in decode steps since the last reset, over all steps."""
+        """Heads whose missing K/V were computed in decode steps since the last reset, over all steps."""
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every head's query, key and value of [B, S, D], each [B, H, S, head_dim]."""
@@ -137,15 +135,8 @@ class SparseAttention(nn.Module):
                 count,
                 group=self.head_dim,
                 out=self._tp.partial(*x.shape, x.device),
-                tickets=self._tickets,
             )
         return self._ops.add_norm(self._tp.sum_partial(y), self.out_bias, hidden, norm)
-
-    def recover(self, cache: DejaVuCache) -> None:
-        """Compute the long runs of keys and values that the selected heads have missed, and those of heads idle for
-        the whole window. What it needs is known as soon as the heads are chosen, so it can run ahead of the block."""
-        layer = cache.layers[self._layer_idx]
-        self._recover(layer, cache, self.selector.selection.mask, longer_than=SHORT_RUN)
 
     def _selection(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> Selection:
         """The step's heads; for a selector that goes by true outputs every head is computed first, on a copy."""
@@ -166,17 +157,18 @@ class SparseAttention(nn.Module):
     def _attend_one(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache, selection: Selection) -> torch.Tensor:
         """Outputs of the selected heads for one token a sequence, [B, D] -> [B, H, head_dim]."""
         idx, count, mask = selection
-        missed, moved = None, {}
+        moved = {}
         if layer.watermark is not None:
-            missed = Missed(layer.inputs, layer.watermark, cache.position, layer.k, layer.v, SHORT_RUN)
             moved = {
                 "mask": mask,
                 "watermark": layer.watermark,
                 "window": layer.window,
-                "longer_than": SHORT_RUN,
                 "recovered_total": self.recovered_total,
             }
-        qkv = self._ops.gather_qkv(x, self.qkv, self.qkv_bias, idx, count, missed)
+            self._start_recovery(layer, cache, mask)
+        qkv = self._ops.gather_qkv(x, self.qkv, self.qkv_bias, idx, count)
+        if layer.watermark is not None and self.recovery_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.recovery_stream)
         return self._ops.decode_attention(
             qkv, layer.k, layer.v, idx, count, cache.position, cache.key_mask, self._scale,
             tickets=self._tickets, **moved,
@@ -187,11 +179,20 @@ class SparseAttention(nn.Module):
         bias = None if self.qkv_bias is None else self.qkv_bias.flatten()
         return F.linear(x, self.qkv.flatten(0, 2), bias).unflatten(-1, (self.heads, 3, self.head_dim))
 
-    def _recover(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor, longer_than: int = 0) -> None:
+    def _start_recovery(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor) -> None:
+        """Compute what is missing beside the projection of the new token, which reads the same weights."""
+        if self.recovery_stream is None:
+            self._recover(layer, cache, selected)
+            return
+        self.recovery_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.recovery_stream):
+            self._recover(layer, cache, selected)
+
+    def _recover(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor) -> None:
         """Compute the K/V that the selected heads, and those idle for the whole window, have missed."""
         self._ops.recover_kv(
             layer.inputs, self.qkv, self.qkv_bias, selected, layer.watermark, cache.position, layer.k, layer.v,
-            window=layer.window, longer_than=longer_than,
+            window=layer.window,
         )  # fmt: skip
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:

@@ -52,15 +52,24 @@ class SparseBlock(nn.Module):
         """Selectors that listen to the MLP's normalised input."""
         self._window = 0
 
-    def attach(self, heads: Selector | None, mlp: Selector | None, masked: bool, window: int) -> None:
-        """Make a unit sparse, by a selector of this layer's own units; None leaves it dense."""
+    def attach(
+        self,
+        heads: Selector | None,
+        mlp: Selector | None,
+        masked: bool,
+        window: int,
+        recovery_stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
+        """Make a unit sparse, by a selector of this layer's own units; None leaves it dense.
+
+        On the recovery stream missing keys and values are computed beside the new ones; None: before them.
+        """
         self.attention.selector, self.mlp.selector = heads, mlp
         self.attention.masked = masked and heads is not None
         self.mlp.masked = masked and mlp is not None
         # Masked attention computes every head's K/V at every step, so it misses none.
         self._window = 0 if heads is None or masked else window
-        if heads is not None:
-            heads.after = self.attention.recover if self._window else None
+        self.attention.recovery_stream = recovery_stream
 
     def cache_shape(self) -> LayerShape:
         """What this layer needs of a cache."""

@@ -148,7 +148,11 @@ class DejaVuEngine(InferenceEngine):
             embedding = self.module.get_input_embeddings().weight if tied else None
             self.module.lm_head = RowParallelHead(head.weight, head.bias, embedding, self.tp)
         self.stats = StepStats(self)
-        self._side_stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self._side_stream = self._recovery_stream = None
+        if self.device.type == "cuda":
+            self._side_stream = torch.cuda.Stream()
+            # Ahead of the projection beside it, which would fill the device first.
+            self._recovery_stream = torch.cuda.Stream(priority=-1)
         self.runner = StepRunner(self, cuda_graph)
         if predictors is not None:
             self.attach(self.predictor_selectors(predictors, sparsity), sparsity)
@@ -288,7 +292,8 @@ class DejaVuEngine(InferenceEngine):
         self.sparsity = sparsity
         for i, block in enumerate(self.blocks):
             heads, mlp = (selectors.get((unit, i), (None, None))[0] for unit in ("heads", "mlp"))
-            block.attach(heads, mlp, masked=sparsity.mode == "masked", window=sparsity.recovery_window)
+            masked = sparsity.mode == "masked"
+            block.attach(heads, mlp, masked, sparsity.recovery_window, self._recovery_stream)
         listening: dict[Tap, list[Selector]] = {}
         for (unit, _), (selector, tap) in selectors.items():
             selector.unit = unit

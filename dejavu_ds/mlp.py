@@ -7,7 +7,6 @@ from torch import nn
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.kernels.add_norm import Norm
-from dejavu_ds.kernels.gather_down_proj import TICKETS
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.selection import Selection, Selector
 
@@ -33,7 +32,6 @@ class SparseMLP(nn.Module):
         self._ops = ops
         self._tp = tp
         self._every_neuron = Selection.all_of(self.neurons, self.fc1.device)
-        self._tickets = torch.zeros(TICKETS, dtype=torch.int32, device=self.fc1.device)
 
     @property
     def neurons(self) -> int:
@@ -78,7 +76,6 @@ class SparseMLP(nn.Module):
                 count,
                 skip_zeros=True,
                 out=self._tp.partial(*x.shape, x.device),
-                tickets=self._tickets,
             )
         moves = (cache.position, cache.position_ids) if last else None
         return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position, moves)

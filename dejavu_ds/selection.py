@@ -1,6 +1,6 @@
 """Choosing the units (neurons or heads) of one layer for one decode step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,8 +55,6 @@ class Selector:
         """"mlp" or "heads", once attached."""
         self.selection = Selection.all_of(size, device)
         """What was chosen last; `join` says when it is there."""
-        self.after: Callable[[DejaVuCache], None] | None = None
-        """What can go ahead as soon as the choice is made; done before `join`."""
         self.kept_total = torch.zeros(1, dtype=torch.int64, device=device)
         """Units kept since the last reset, summed over the steps."""
 
@@ -73,8 +71,6 @@ class Selector:
         idx[: len(kept)] = kept.int()
         count.fill_(len(kept))
         self.kept_total += count
-        if self.after is not None:
-            self.after(cache)
 
     def join(self) -> Selection:
         """The selection; the current stream waits for it, the host does not."""
@@ -124,8 +120,6 @@ class PredictorSelector(Selector):
             kept_total=self.kept_total,
             tickets=self._tickets,
         )
-        if self.after is not None:
-            self.after(cache)
         if self._done is not None:
             self._done.record()
 

@@ -3,7 +3,7 @@
 The layer norm is that of Ba et al. 2016 (arXiv:1607.06450), computed in fp32 and rounded once, as torch does.
 
 Shapes (B tokens, D hidden size):
-    y       [B, D]  what a projection adds, dtype of hidden or fp32, or None
+    y       [B, D]  what a projection adds, dtype of hidden or fp32; or [S, B, D], in parts; or None
     bias    [D]     of that projection, or None
     hidden  [B, D]  the residual stream, updated in place; contiguous, as all others
     norm    weight and bias [D], epsilon; None: x is hidden itself
@@ -46,7 +46,7 @@ def add_norm_ref(
 ) -> torch.Tensor:
     """Plain torch twin of `add_norm`: same arguments, same result, rounded where torch rounds."""
     if y is not None:
-        hidden += y
+        hidden += y if y.dim() == 2 else y.sum(0)
     if bias is not None:
         hidden += bias
     if norm is None:
@@ -69,25 +69,31 @@ def store_norm(
     HAS_RING: tl.constexpr,
 ):  # fmt: skip
     """Normalise h [BLOCK] fp32, the whole of row `row` (int64) and zero beyond D, and store it."""
+    # All loads before the sums, behind which they would have to wait.
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0)
+    if HAS_RING:
+        slot = row * R + tl.load(position_ptr) % R
     centred = tl.where(mask_d, h - tl.sum(h, axis=0) / D, 0.0)
     x = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / D + eps)
     if HAS_WEIGHT:
-        x = x * tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        x = x * weight.to(tl.float32)
     if HAS_BIAS:
-        x = x + tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        x = x + bias.to(tl.float32)
     x = x.to(x_ptr.dtype.element_ty)
     tl.store(x_ptr + row * D + offs_d, x, mask=mask_d)
     if HAS_RING:
-        slot = row * R + tl.load(position_ptr) % R
         tl.store(ring_ptr + slot * D + offs_d, x, mask=mask_d)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["B", "R"])
 def _add_norm_kernel(
     y_ptr, y_bias_ptr, hidden_ptr, weight_ptr, bias_ptr, x_ptr, ring_ptr, position_ptr, moved_ptr, moved_ids_ptr,
-    eps, R,
+    eps, B, R,
     D: tl.constexpr,
-    HAS_Y: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_Y_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -101,11 +107,12 @@ def _add_norm_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
     h = tl.load(hidden_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    if HAS_Y:
-        h += tl.load(y_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        place = part * B.to(tl.int64) + row
+        h += tl.load(y_ptr + place * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     if HAS_Y_BIAS:
         h += tl.load(y_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    if HAS_Y or HAS_Y_BIAS:
+    if PARTS > 0 or HAS_Y_BIAS:
         rounded = h.to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + row * D + offs_d, rounded, mask=mask_d)
         h = rounded.to(tl.float32)
@@ -124,8 +131,8 @@ def check_add_norm(bias, hidden, norm, ring, position, y=None) -> None:
     if hidden.dim() != 2:
         raise ValueError(f"hidden must be [B, D], got {tuple(hidden.shape)}")
     B, D = hidden.shape
-    if y is not None and y.shape != hidden.shape:
-        raise ValueError(f"y must be {[B, D]} like hidden, got {tuple(y.shape)}")
+    if y is not None and (y.dim() not in (2, 3) or y.shape[-2:] != hidden.shape):
+        raise ValueError(f"y must be {[B, D]} like hidden, or [S, {B}, {D}], got {tuple(y.shape)}")
     vectors = [t for t in (bias, *(norm or ())[:2]) if t is not None]
     if any(t.shape != (D,) for t in vectors):
         raise ValueError(f"bias and norm must be [{D}], as wide as hidden, got {[tuple(t.shape) for t in vectors]}")
@@ -168,9 +175,9 @@ def add_norm(
     block_d = triton.next_power_of_2(D)
     _add_norm_kernel[(B,)](
         y, bias, hidden, norm.weight, norm.bias, x, ring, position, *(moves or (None, None)),
-        norm.eps, 0 if ring is None else ring.shape[1],
+        norm.eps, B, 0 if ring is None else ring.shape[1],
         D=D,
-        HAS_Y=y is not None,
+        PARTS=0 if y is None else y.numel() // hidden.numel(),
         HAS_Y_BIAS=bias is not None,
         HAS_WEIGHT=norm.weight is not None,
         HAS_BIAS=norm.bias is not None,

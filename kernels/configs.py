@@ -26,8 +26,7 @@ class Config(NamedTuple):
     stages    of the pipeline that loads tiles for them
     warps     of a program
     programs  gather_up_proj and gather_qkv, whose programs take whole rows: at most so many along the rows.
-              gather_down_proj, whose program takes a share of the rows and block_d columns of each: wanted in all; the
-              rows are split into as many shares as this takes
+              gather_down_proj, whose programs take strips of block_d columns: as many shares of the rows as this allows
     """
 
     block_b: int
@@ -67,11 +66,18 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype) -> Config:
     tuned = TUNED.get((kernel, block_b, D)) if dtype.itemsize == 2 else None
     if tuned is not None:
         return tuned
-    # Without tensor cores the fp32 accumulator holds at most 8192 elements, 64 registers a thread of 4 warps.
     if kernel in WHOLE_ROWS:
         if dot:
-            return Config(block_b, 16, row_block(D, 256), True, stages=4, programs=1024)
+            return Config(block_b, 16, max(16, row_block(D, 256)), True, stages=4, programs=1024)
+        # The fp32 accumulator holds at most 8192 elements, 64 registers a thread of 4 warps.
         return Config(block_b, 2, row_block(D, 1024), programs=4096)
     if dot:
-        return Config(block_b, 64, row_block(D, 128), True, stages=3)
-    return Config(block_b, 16 // block_b, row_block(D, 512))
+        return Config(block_b, 128, max(16, row_block(D, 64)), True, stages=3)
+    # With more rows a step than half of the threads, Triton would load what is said of a row in another layout than the
+    # row, and change it in every step.
+    return Config(block_b, 256, row_block(D, 64), warps=16, programs=264)
+
+
+def rows_at_once(config: Config, dtype: torch.dtype) -> int:
+    """Rows of a strip of block_d columns that the threads of a program load together, each 16 bytes of one."""
+    return max(1, 32 * config.warps * 16 // (config.block_d * dtype.itemsize))

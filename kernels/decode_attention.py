@@ -27,7 +27,7 @@ Shapes (B sequences, H heads, T cache capacity, cap = head_idx.numel(), K = coun
     mask      [H]                    bool, the kept heads; needed with a watermark, else unused
     watermark [H]                    int32, moved in place; None where every head runs at every step
     recovered_total [1]              int64, or None; raised by the number of heads that `recover_kv` saw to: before the
-                                     move, in `mask` with t - watermark > longer_than, or t - watermark >= window
+                                     move, in `mask` with t - watermark > 0, or t - watermark >= window
     tickets   [>= B * cap]           int32 zeros that only launches in order share; left zero; None or too few: made for
                                      the call
     out       [B, cap, head_dim]     dtype of qkv, computed in fp32; slots from K on are unspecified
@@ -53,7 +53,6 @@ def decode_attention_ref(
     mask: torch.Tensor | None = None,
     watermark: torch.Tensor | None = None,
     window: int = 0,
-    longer_than: int = 0,
     recovered_total: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -62,7 +61,7 @@ def decode_attention_ref(
     if watermark is not None:
         missing = t - watermark
         if recovered_total is not None:
-            recovered_total += ((mask & (missing > longer_than)) | (missing >= window)).sum()
+            recovered_total += ((mask & (missing > 0)) | (missing >= window)).sum()
         watermark.masked_fill_(missing >= window, t).masked_fill_(mask, t + 1)
     out = torch.empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], device=qkv.device, dtype=qkv.dtype)
     if K == 0:  # scaled_dot_product_attention does not take zero heads on every device
@@ -87,7 +86,7 @@ def decode_attention_ref(
 # A share is one tile of keys as long as _MAX_SHARES of them cover the context: 32 KB of keys and values in flight for
 # a head of 128, about what a multiprocessor needs to keep memory busy. Guesses; they want measuring.
 _BLOCK_T = {2: 64, 4: 32}  # by bytes an element
-_MAX_SHARES = 32
+_MAX_SHARES = 16
 # Up to here one program walks the whole context: a second tile costs less than a merge.
 _ONE_SHARE_KEYS = 128
 _WARPS = 4
@@ -96,14 +95,14 @@ _MAX_PROGRAMS = 528
 
 
 @triton.jit
-def _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, longer_than, H, BLOCK: tl.constexpr):
+def _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK: tl.constexpr):
     heads = tl.arange(0, BLOCK)
     mask_h = heads < H
     selected = tl.load(mask_ptr + heads, mask=mask_h, other=0) != 0
     watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
     missing = t - watermark
     if total_ptr is not None:
-        recovered = mask_h & ((selected & (missing > longer_than)) | (missing >= window))
+        recovered = mask_h & ((selected & (missing > 0)) | (missing >= window))
         tl.store(total_ptr, tl.load(total_ptr) + tl.sum(recovered.to(tl.int32), axis=0))
     moved = tl.where(selected, t + 1, tl.where(missing >= window, t, watermark))
     tl.store(watermark_ptr + heads, moved, mask=mask_h)
@@ -169,12 +168,12 @@ def _merge(
 
 
 # The capacities are not specialised: another batch or cache must not compile again.
-@triton.jit(do_not_specialize=["B", "cap", "H", "T", "window", "longer_than"])
+@triton.jit(do_not_specialize=["B", "cap", "H", "T", "window"])
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, head_idx_ptr, count_ptr, position_ptr, key_mask_ptr, out_ptr,
     part_ptr, m_ptr, l_ptr, tickets_ptr,
     mask_ptr, watermark_ptr, total_ptr,
-    scale, B, cap, H, T, window, longer_than,
+    scale, B, cap, H, T, window,
     HEAD_DIM: tl.constexpr,
     ONE_SHARE_KEYS: tl.constexpr,
     MAX_SHARES: tl.constexpr,
@@ -189,7 +188,7 @@ def _decode_attention_kernel(
     t = tl.load(position_ptr)
     # The last program has the least to attend to.
     if watermark_ptr is not None and tl.program_id(0) == tl.num_programs(0) - 1:
-        _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, longer_than, H, BLOCK_HEADS)
+        _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK_HEADS)
 
     share, shares = t, 1
     if CUT and t > ONE_SHARE_KEYS:
@@ -307,7 +306,6 @@ def decode_attention(
     mask: torch.Tensor | None = None,
     watermark: torch.Tensor | None = None,
     window: int = 0,
-    longer_than: int = 0,
     recovered_total: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -337,7 +335,7 @@ def decode_attention(
         qkv, k_cache, v_cache, head_idx, count, position, key_mask.view(torch.uint8), out,
         part, m, l, tickets if shares > 1 else None,
         None if watermark is None else mask.view(torch.uint8), watermark, recovered_total,
-        float(scale), B, cap, H, T, window, longer_than,
+        float(scale), B, cap, H, T, window,
         HEAD_DIM=head_dim,
         ONE_SHARE_KEYS=_ONE_SHARE_KEYS,
         MAX_SHARES=_MAX_SHARES,

@@ -8,18 +8,18 @@ ReLU leaves exact zeros among the kept neurons. With `skip_zeros` a row whose h 
 loaded, so a NaN or infinity in it does not matter, whereas 0 * inf would be NaN in a dense layer. From 5 tokens on
 tensor cores multiply, and to wait for h before a row is loaded would cost more than the few rows that nobody needs.
 
-The kept rows are split over the second axis of the grid. Of the programs of one tile of the output the last to finish
-adds the partial sums of all, always in the same order: no float atomics, no second launch, the same bits in every run.
-The number of splits follows from the shapes; how many rows a split takes follows from the count, which is read from
-device memory (a CUDA graph can be replayed with another count).
+A program owns a strip of columns of the output and walks the kept rows, or one share of S of them: what it reads of a
+row is short, 32 to 256 bytes, but neighbouring programs read the rest of the row at about the same time. The results of
+the shares are left to be added by what comes next, which reads the output anyway (`add_norm`): to merge them here would
+take longer than to read the weights. Nothing is added atomically, so the same bits come out in every run. S follows
+from the shapes, the number of rows is read from device memory (a CUDA graph can be replayed with another count).
 
 Shapes (B tokens, D hidden size, cap = idx.numel(), K = count kept units):
     h        [B, cap * group] contiguous; columns from K * group on are never read
     w        [N * group, D]   contiguous
     idx      [cap]            int32, 0 <= idx[:K] < N, any order; values are not checked (it would sync)
     count    [1]              int32, 0 <= K <= cap
-    tickets  [>= tiles]       int32 zeros that no launch running at the same time uses; zeros again afterwards
-    y        [B, D]           dtype of h, or `out` and its dtype; accumulated in fp32; zeros if K = 0
+    y        [S, B, D]        fp32, whose sum over S is the result; zeros if K = 0
 Column s * group + j of h belongs to row idx[s] * group + j of w.
 """
 
@@ -27,9 +27,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import Config, config_for
+from dejavu_ds.kernels.configs import Config, config_for, rows_at_once
 from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
-from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
+from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
 
 
 def gather_down_proj_ref(
@@ -40,9 +40,8 @@ def gather_down_proj_ref(
     group: int = 1,
     skip_zeros: bool = False,
     out: torch.Tensor | None = None,
-    tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Plain torch twin of `gather_down_proj`: same arguments, same result, rounded where torch rounds.
+    """Plain torch twin of `gather_down_proj`: same arguments, same result with S = 1, rounded where torch rounds.
 
     With `skip_zeros` its tile is the whole batch.
     """
@@ -57,7 +56,7 @@ def gather_down_proj_ref(
     else:
         rows = (idx[:, None] * group + torch.arange(group, device=idx.device, dtype=idx.dtype)).flatten()
         y = _rows_times(h, w, rows)
-    return y if out is None else out.copy_(y)
+    return y.float()[None] if out is None else out.copy_(y)[None]
 
 
 def _rows_times(h: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -84,132 +83,159 @@ def _weighted_rows(h: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torc
 
 # Of the twin's sum: enough for the threads of a CPU.
 _BAGS = 16
-# No split with fewer rows than its partial sum is worth.
-_MIN_ROWS_PER_SPLIT = 64
-_MAX_SPLITS = 64
-# Of the fp32 partial sums that are added at once: 64 registers a thread of 4 warps.
-_SUM_ELEMENTS = 8192
-TICKETS = 4096
-"""Enough for any y of up to 16 tokens and 16,384 columns."""
+# So many parts add_norm reads without taking notably longer; a share of fewer rows is not worth its part.
+_MAX_SHARES = 8
+_LEAST_ROWS = 64
 
 
 @triton.jit
-def _rows_of_tile(idx_ptr, offs_n, end, GROUP: tl.constexpr):
-    """Rows of w behind the places offs_n of the gathered ones, int64, and which of the places there are."""
-    mask_n = offs_n < end
-    unit = tl.load(idx_ptr + offs_n // GROUP, mask=mask_n, other=0).to(tl.int64)
-    return unit * GROUP + offs_n % GROUP, mask_n
+def _of_token(h_ptrs, b, first_b, B, stride_h_b, offs_n, end):
+    """Elements offs_n of token first_b + b; zeros from `end` on, and for a token that is not there."""
+    end_b = tl.where(first_b + b < B, end, 0)
+    return tl.load(h_ptrs + b * stride_h_b + offs_n, mask=offs_n < end_b, other=0.0)
 
 
 @triton.jit
-def _partial_product(
-    h_ptr, w_ptr, idx_ptr, first, end, token, mask_b, offs_d, stride_h_b,
+def _weights(
+    w_ptr, unit, h, h_ptrs, offs_n, rows, first_b, B, offs_d, stride_h_b,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKIP_ZEROS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The strip of the rows at places offs_n, as far as some token wants them; h is that of the first token."""
+    row = unit.to(tl.int64) * GROUP + offs_n % GROUP
+    mask = offs_n < rows
+    if SKIP_ZEROS:
+        wanted = h != 0.0
+        for b in tl.static_range(1, BLOCK_B):
+            wanted |= _of_token(h_ptrs, b, first_b, B, stride_h_b, offs_n, rows) != 0.0
+        mask = mask & wanted
+    if D % BLOCK_D != 0:
+        mask = mask & (offs_d < D)[None, :]
+    # Weights pass through the L1 cache.
+    return tl.load(w_ptr + row * D + offs_d[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _sum_of_rows(
+    h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     SKIP_ZEROS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DOT: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of the places first .. rows - 1.
+
+    A thread holds 16 bytes of every ROWS-th row, so that the sum over these rows stays within it. While one tile is
+    added up the next one is on its way, and what says where the one after that lies.
+    """
+    acc = tl.zeros((BLOCK_B, ROWS, BLOCK_D), dtype=tl.float32)
+    h_ptrs = h_ptr + first_b * stride_h_b
+    offs_n = first + tl.arange(0, BLOCK_N)[:, None]
+    unit = tl.load(idx_ptr + offs_n // GROUP, mask=offs_n < rows, other=0)
+    h = _of_token(h_ptrs, 0, first_b, B, stride_h_b, offs_n, rows)
+    next_unit = tl.load(idx_ptr + (offs_n + BLOCK_N) // GROUP, mask=offs_n + BLOCK_N < rows, other=0)
+    next_h = _of_token(h_ptrs, 0, first_b, B, stride_h_b, offs_n + BLOCK_N, rows)
+    w = _weights(
+        w_ptr, unit, h, h_ptrs, offs_n, rows, first_b, B, offs_d, stride_h_b, D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D
+    )
+    for n in range(first, rows, BLOCK_N):
+        offs_n = n + tl.arange(0, BLOCK_N)[:, None]
+        ahead = offs_n + BLOCK_N
+        next_w = _weights(
+            w_ptr, next_unit, next_h, h_ptrs, ahead, rows, first_b, B, offs_d, stride_h_b,
+            D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D,
+        )  # fmt: skip
+        ahead += BLOCK_N
+        next_unit = tl.load(idx_ptr + ahead // GROUP, mask=ahead < rows, other=0)
+        for b in tl.static_range(BLOCK_B):
+            if b > 0:
+                h = _of_token(h_ptrs, b, first_b, B, stride_h_b, offs_n, rows)
+            products = tl.reshape(h.to(tl.float32) * w.to(tl.float32), (BLOCK_N // ROWS, ROWS, BLOCK_D))
+            y = tl.sum(products, axis=0)[None, :, :]
+            if BLOCK_B == 1:
+                acc += y
+            else:
+                # An element of acc knows its b when the kernel is compiled, so this is one addition.
+                acc = tl.where((tl.arange(0, BLOCK_B) == b)[:, None, None], acc + y, acc)
+        w, h = next_w, next_h
+        next_h = _of_token(h_ptrs, 0, first_b, B, stride_h_b, ahead, rows)
+    return tl.sum(acc, axis=1)
+
+
+@triton.jit
+def _dot_of_rows(
+    h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_B, BLOCK_D] fp32: h times w over the gathered rows first..end - 1."""
-    if DOT:
-        y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
-        for n in tl.range(first, end, BLOCK_N, num_stages=STAGES):
-            offs_n = n + tl.arange(0, BLOCK_N)
-            row, mask_n = _rows_of_tile(idx_ptr, offs_n, end, GROUP)
-            h = tl.load(
-                h_ptr + token[:, None] * stride_h_b + offs_n[None, :], mask=mask_b[:, None] & mask_n[None, :], other=0.0
-            )
-            mask_w = mask_n[:, None]
-            if D % BLOCK_D != 0:
-                mask_w = mask_w & (offs_d < D)[None, :]
-            w = tl.load(w_ptr + row[:, None] * D + offs_d[None, :], mask=mask_w, other=0.0)
-            y = dot(h, w, y)
-    else:
-        # All tiles are loaded in the shape of acc, so that no operand changes its layout inside the loop.
-        acc = tl.zeros((BLOCK_B, BLOCK_N, BLOCK_D), dtype=tl.float32)
-        for n in tl.range(first, end, BLOCK_N, num_stages=STAGES):
-            offs_n = n + tl.arange(0, BLOCK_N)
-            row, mask_n = _rows_of_tile(idx_ptr, offs_n, end, GROUP)
-            # [BLOCK_B, BLOCK_N, 1]
-            h = tl.load(
-                h_ptr + token[:, None, None] * stride_h_b + offs_n[None, :, None],
-                mask=mask_b[:, None, None] & mask_n[None, :, None],
-                other=0.0,
-            ).to(tl.float32)
-            mask_w = mask_n[None, :, None]
-            if SKIP_ZEROS:
-                mask_w = mask_w & (tl.max((h != 0.0).to(tl.int32), axis=0, keep_dims=True) > 0)
-            if D % BLOCK_D != 0:
-                mask_w = mask_w & (offs_d < D)[None, None, :]
-            # [1, BLOCK_N, BLOCK_D]; weights pass through the L1 cache
-            w = tl.load(
-                w_ptr + row[None, :, None] * D + offs_d[None, None, :],
-                mask=mask_w,
-                other=0.0,
-                eviction_policy="evict_first",
-            ).to(tl.float32)
-            acc += h * w
-        y = tl.sum(acc, axis=1)
+    """[BLOCK_B, BLOCK_D] fp32 by tensor cores, of the places first .. rows - 1."""
+    y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
+    offs_b = first_b + tl.arange(0, BLOCK_B)
+    h_ptrs = h_ptr + offs_b[:, None] * stride_h_b
+    for n in tl.range(first, rows, BLOCK_N, num_stages=STAGES):
+        offs_n = n + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < rows
+        unit = tl.load(idx_ptr + offs_n // GROUP, mask=mask_n, other=0).to(tl.int64)
+        row = unit * GROUP + offs_n % GROUP
+        h = tl.load(h_ptrs + offs_n[None, :], mask=(offs_b < B)[:, None] & mask_n[None, :], other=0.0)
+        mask_w = mask_n[:, None]
+        if D % BLOCK_D != 0:
+            mask_w = mask_w & (offs_d < D)[None, :]
+        w = tl.load(w_ptr + row[:, None] * D + offs_d[None, :], mask=mask_w, other=0.0)
+        y = dot(h, w, y)
     return y
 
 
 # B and the capacity are not specialised: another batch must not compile again.
-@triton.jit(do_not_specialize=["B", "stride_h_b", "SPLITS"])
+@triton.jit(do_not_specialize=["B", "stride_h_b"])
 def _gather_down_proj_kernel(
-    h_ptr, w_ptr, idx_ptr, count_ptr, part_ptr, tickets_ptr, y_ptr,
-    B, stride_h_b, SPLITS,
+    h_ptr, w_ptr, idx_ptr, count_ptr, y_ptr,
+    B, stride_h_b,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     SKIP_ZEROS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     await_inputs(EARLY)
-    split = tl.program_id(1)
     rows = tl.load(count_ptr) * GROUP
-    share = tl.cdiv(tl.cdiv(rows, SPLITS), BLOCK_N) * BLOCK_N
-    first = split * share
-    end = tl.minimum(first + share, rows)
+    share = tl.cdiv(rows, tl.num_programs(1))
+    first = tl.program_id(1) * share
+    rows = tl.minimum(first + share, rows)
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    offs_b = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
-    mask_b = offs_b < B
-    token = offs_b.to(tl.int64)
-    part = _partial_product(
-        h_ptr, w_ptr, idx_ptr, first, end, token, mask_b, offs_d, stride_h_b,
-        D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES,
-    )  # fmt: skip
-    mask = mask_b[:, None] & (offs_d < D)[None, :]
-    tl.store(part_ptr + (split.to(tl.int64) * B + token[:, None]) * D + offs_d[None, :], part, mask=mask)
-
-    if is_last(tickets_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), SPLITS):
-        y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
-        for start in range(0, SPLITS, BLOCK_S):
-            offs_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
-            # [BLOCK_S, BLOCK_B, BLOCK_D]
-            parts = tl.load(
-                part_ptr + (offs_s[:, None, None] * B + token[None, :, None]) * D + offs_d[None, None, :],
-                mask=(offs_s < SPLITS)[:, None, None] & mask[None, :, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            y += tl.sum(parts, axis=0)
-        tl.store(y_ptr + token[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
+    if DOT:
+        y = _dot_of_rows(
+            h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
+            D, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
+    else:
+        y = _sum_of_rows(
+            h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
+            D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D,
+        )  # fmt: skip
+    offs_b = first_b + tl.arange(0, BLOCK_B)
+    mask = (offs_b < B)[:, None] & (offs_d < D)[None, :]
+    place = tl.program_id(1).to(tl.int64) * B + offs_b
+    tl.store(y_ptr + place[:, None] * D + offs_d[None, :], y, mask=mask)
 
 
-def _splits(rows_cap: int, tiles: int, programs: int) -> int:
-    wanted = min(triton.cdiv(programs, tiles), _MAX_SPLITS)
-    return max(1, min(wanted, rows_cap // _MIN_ROWS_PER_SPLIT))
-
-
-def _check(h, w, idx, count, group, tickets) -> None:
+def _check(h, w, idx, count, group, out) -> None:
     if h.dim() != 2 or w.dim() != 2:
         raise ValueError(f"expected h [B, cap * group] and w [rows, D], got {tuple(h.shape)} and {tuple(w.shape)}")
     check_gather(idx, count, w, group)
@@ -219,8 +245,10 @@ def _check(h, w, idx, count, group, tickets) -> None:
         )
     if h.dtype != w.dtype:
         raise TypeError(f"h and w must share one dtype, got {h.dtype} and {w.dtype}")
-    if tickets is not None and tickets.dtype != torch.int32:
-        raise TypeError(f"tickets must be int32, got {tickets.dtype}")
+    if out is not None and (out.shape != (h.shape[0], w.shape[1]) or not out.is_contiguous()):
+        raise ValueError(f"out must be {[h.shape[0], w.shape[1]]} and contiguous, got {tuple(out.shape)}")
+    if out is not None and out.dtype != torch.float32:
+        raise TypeError(f"out must be float32, got {out.dtype}")
     if not all(t.is_contiguous() for t in (h, w, idx)):
         raise ValueError("h, w and idx must be contiguous; call .contiguous() once at load time, not per step")
 
@@ -233,40 +261,36 @@ def gather_down_proj(
     group: int = 1,
     skip_zeros: bool = False,
     out: torch.Tensor | None = None,
-    tickets: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Return the sum over the kept rows of h[:, n] * w[n]; shapes and limits are in the module docstring.
+    """Return the sum over the kept rows of h[:, n] * w[n], in S parts; shapes and limits are in the module docstring.
 
-    Each kept row of `w` is read once for every 16 tokens. `out` [B, D], contiguous, takes the result; in fp32 a partial
-    one stays unrounded. `tickets`, of `TICKETS` elements, saves a memset a call; where those are too few, they are made
-    for the call. `config` overrides the tuned block sizes.
+    Each kept row of `w` is read once for every 16 tokens. `out` [B, D] fp32, contiguous, takes the result in one part.
+    `config` overrides the tuned block sizes.
 
     Raises:
         ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
-        TypeError: h and w of different dtypes, or idx, count or tickets not int32.
+        TypeError: h and w of different dtypes, idx or count not int32, or out not fp32.
     """
-    _check(h, w, idx, count, group, tickets)
-    if out is not None and (out.shape != (h.shape[0], w.shape[1]) or not out.is_contiguous()):
-        raise ValueError(f"out must be {[h.shape[0], w.shape[1]]} and contiguous, got {tuple(out.shape)}")
+    _check(h, w, idx, count, group, out)
     B, D = h.shape[0], w.shape[1]
     c = config or config_for("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
-    tiles_d, tiles_b = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
-    if tickets is None or tickets.numel() < tiles_d * tiles_b:
-        tickets = torch.zeros(tiles_d * tiles_b, dtype=torch.int32, device=h.device)
-    splits = _splits(h.shape[1], tiles_d * tiles_b, c.programs)
-    y = torch.empty(B, D, device=h.device, dtype=h.dtype) if out is None else out
-    part = torch.empty(splits, B, D, device=h.device, dtype=torch.float32)
-    _gather_down_proj_kernel[(tiles_d, splits, tiles_b)](
-        h, w, idx, count, part, tickets, y,
-        B, h.shape[1], splits,
+    strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
+    if out is None:
+        shares = max(1, min(_MAX_SHARES, c.programs // (strips * tiles), h.shape[1] // _LEAST_ROWS))
+        y = torch.empty(shares, B, D, device=h.device, dtype=torch.float32)
+    else:
+        y = out[None]
+    _gather_down_proj_kernel[(strips, len(y), tiles)](
+        h, w, idx, count, y,
+        B, h.shape[1],
         D=D,
         GROUP=group,
         SKIP_ZEROS=skip_zeros,
         BLOCK_B=c.block_b,
         BLOCK_N=c.block_n,
+        ROWS=min(c.block_n, rows_at_once(c, h.dtype)),
         BLOCK_D=c.block_d,
-        BLOCK_S=max(1, min(triton.next_power_of_2(splits), _SUM_ELEMENTS // (c.block_b * c.block_d))),
         DOT=c.dot,
         STAGES=c.stages,
         num_warps=c.warps,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from dejavu_ds.kernels.configs import Config, config_for
-from dejavu_ds.kernels.tiles import ask_ahead, await_inputs, launch_options, lines_of, rows_times_rows
+from dejavu_ds.kernels.tiles import await_inputs, launch_options, rows_times_rows
 
 # Rows that the twin copies together on their way to a product: few enough to stay in a core's cache.
 _COPIED_ROWS = 256
@@ -72,10 +72,10 @@ def gather_up_proj_ref(
 
 
 # B and the capacity are not specialised: another batch must not compile again.
-@triton.jit(do_not_specialize=["B", "units", "stride_y_b"])
+@triton.jit(do_not_specialize=["B", "stride_y_b"])
 def _gather_up_proj_kernel(
     x_ptr, w_ptr, b_ptr, idx_ptr, count_ptr, y_ptr,
-    B, units, stride_y_b,
+    B, stride_y_b,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -85,17 +85,14 @@ def _gather_up_proj_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
-    LINES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), stride_y_b - 1)
-        unit = tl.load(idx_ptr + offs_n // GROUP, cache_modifier=".cg").to(tl.int64)
-        row = tl.minimum(tl.maximum(unit, 0), units - 1) * GROUP + offs_n % GROUP
-        if tl.program_id(0) * BLOCK_N < tl.load(count_ptr, cache_modifier=".cg") * GROUP:
-            ask_ahead(w_ptr, row, D, BLOCK_N, LINES)
     await_inputs(EARLY)
     rows = tl.load(count_ptr) * GROUP
+    # The units of a block are asked for a block ahead, the first ones' at the same time as the count.
+    cap = stride_y_b
+    ahead = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    next_unit = tl.load(idx_ptr + ahead // GROUP, mask=ahead < cap, other=0)
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
     token = offs_b.to(tl.int64)
@@ -103,8 +100,9 @@ def _gather_up_proj_kernel(
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < rows
-        unit = tl.load(idx_ptr + offs_n // GROUP, mask=mask_n, other=0).to(tl.int64)
-        row = unit * GROUP + offs_n % GROUP
+        row = next_unit.to(tl.int64) * GROUP + offs_n % GROUP
+        ahead = offs_n + tl.num_programs(0) * BLOCK_N
+        next_unit = tl.load(idx_ptr + ahead // GROUP, mask=ahead < cap, other=0)
         y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
         if HAS_BIAS:
             y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
@@ -159,7 +157,7 @@ def gather_up_proj(
     grid = (min(triton.cdiv(rows_cap, c.block_n), c.programs), triton.cdiv(B, c.block_b))
     _gather_up_proj_kernel[grid](
         x, w, b, idx, count, y,
-        B, w.shape[0] // group, rows_cap,
+        B, rows_cap,
         D=D,
         GROUP=group,
         HAS_BIAS=b is not None,
@@ -169,7 +167,6 @@ def gather_up_proj(
         BLOCK_D=c.block_d,
         DOT=c.dot,
         STAGES=c.stages,
-        LINES=lines_of(D, x.dtype),
         num_warps=c.warps,
         **launch_options(),
     )  # fmt: skip

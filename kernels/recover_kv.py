@@ -4,14 +4,15 @@ A head that is not selected writes no keys and values. Deja Vu (Liu et al. 2023,
 the attention input of such tokens instead and computes the missing keys and values when the head is next selected.
 What a head misses is one run of positions, so a watermark says it all: positions below watermark[h] have keys and
 values. A head that has missed W positions, the window, is recovered too, selected or not ("overdue"), so a ring of the
-last inputs is enough. Short runs of selected heads are left to the kernel that computes their new keys and values,
-which reads the same weights; this one sees to the longer ones.
+last inputs is enough.
+
+The weights that a selected head needs for this are those that its new keys and values need too. So this kernel runs
+beside `gather_qkv`: whichever comes second finds them in the L2 cache.
 
 The watermark is only read; `decode_attention` moves it at the end of the step. If the ring has room for W + 1
 positions, the input of position t may be written into it before overdue heads are recovered; a ring of W positions
 must be written afterwards.
 
-Nothing is due at most steps, and a launch is nearly free then: few programs, each of which reads the watermarks once.
 A program computes a tile of a due head's rows for all missing positions, so the weights come from memory once.
 
 Shapes (B sequences, H heads, D hidden size, R ring length, W window, T cache capacity):
@@ -23,8 +24,8 @@ Shapes (B sequences, H heads, D hidden size, R ring length, W window, T cache ca
     position   [1]                  int32, t, the position being decoded; its own input is not read
     k_cache    [B, H, T, head_dim]  contiguous, dtype of inputs; slots watermark..t-1 of the heads concerned are written
     v_cache    [B, H, T, head_dim]  likewise
-With missing = t - watermark, the heads concerned are the selected ones with missing > longer_than, and all with
-missing >= W. All counts are read from device memory, so the launch can be captured in a CUDA graph and replayed.
+With missing = t - watermark, the heads concerned are the selected ones with missing > 0, and all with missing >= W.
+All counts are read from device memory, so the launch can be captured in a CUDA graph and replayed.
 """
 
 import torch
@@ -44,12 +45,11 @@ def recover_kv_ref(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     window: int,
-    longer_than: int = 0,
 ) -> None:
     """Plain torch twin of `recover_kv`: same arguments, same result, rounded where torch rounds."""
     R, t = inputs.shape[1], int(position)
     missing = t - watermark
-    due = (selected & (missing > longer_than)) | (missing >= window)
+    due = (selected & (missing > 0)) | (missing >= window)
     for head in due.nonzero().flatten().tolist():
         first = int(watermark[head])
         x = inputs[:, torch.arange(first, t, device=inputs.device) % R]  # [B, missing, D]
@@ -61,13 +61,13 @@ def recover_kv_ref(
 # An item is one missing position of one sequence. By bytes an element, (items, columns of D) in a tile: the first for
 # up to so many items, the second for more. All stages fit into 64 KB of shared memory, which leaves room for the
 # kernels that run beside; exact products of fp32 take no tensor cores, so their tiles must fit into registers.
-# Guesses, as are the constants below; they want measuring.
+# Measured on an H200, as the constants below.
 _TILES = {2: ((16, 256), (64, 128)), 4: ((16, 64), (64, 32))}
-_BLOCK_R = 16
+_BLOCK_R = 32
 _STAGES = 4
 _WARPS = 4
-# About one a multiprocessor of an H200.
-_PROGRAMS = 128
+# Two a multiprocessor of an H200.
+_PROGRAMS = 264
 
 
 @triton.jit
@@ -113,10 +113,10 @@ def _recover_rows(
 
 
 # D is a size of the model; another batch, ring or cache must not compile again.
-@triton.jit(do_not_specialize=["B", "H", "R", "T", "window", "longer_than"])
+@triton.jit(do_not_specialize=["B", "H", "R", "T", "window"])
 def _recover_kv_kernel(
     inputs_ptr, w_ptr, b_ptr, selected_ptr, watermark_ptr, position_ptr, k_ptr, v_ptr,
-    B, H, R, T, window, longer_than,
+    B, H, R, T, window,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -135,9 +135,12 @@ def _recover_kv_kernel(
     watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
     t = tl.load(position_ptr)
     missing = t - watermark
-    due = (mask_h & ((selected & (missing > longer_than)) | (missing >= window))).to(tl.int32)
+    due = (mask_h & ((selected & (missing > 0)) | (missing >= window))).to(tl.int32)
+    heads_due = tl.sum(due, axis=0)
+    if heads_due == 0:
+        return
     place = tl.where(due != 0, tl.cumsum(due, axis=0) - 1, -1)
-    for j in range(tl.program_id(1), tl.sum(due, axis=0), tl.num_programs(1)):
+    for j in range(tl.program_id(1), heads_due, tl.num_programs(1)):
         head = tl.sum(tl.where(place == j, heads, 0), axis=0).to(tl.int64)
         first = tl.sum(tl.where(place == j, watermark, 0), axis=0)
         items = (t - first) * B
@@ -153,14 +156,12 @@ def _recover_kv_kernel(
             )  # fmt: skip
 
 
-def _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window, longer_than) -> None:
+def _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window) -> None:
     if inputs.dim() != 3:
         raise ValueError(f"inputs must be [B, R, D], got {tuple(inputs.shape)}")
     B, R, D = inputs.shape
     if not 1 <= window <= R:
         raise ValueError(f"window must lie in 1..{R}, the length of the ring, got {window}")
-    if longer_than < 0:
-        raise ValueError(f"longer_than must be 0 or more, got {longer_than}")
     if w.dim() != 4 or w.shape[1] != 3 or w.shape[3] != D:
         raise ValueError(f"w must be [H, 3, head_dim, {D}], got {tuple(w.shape)}")
     H, _, head_dim, _ = w.shape
@@ -198,26 +199,24 @@ def recover_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     window: int,
-    longer_than: int = 0,
 ) -> None:
-    """Store the missing keys and values of heads with a long run or overdue; see the module docstring.
+    """Store the missing keys and values of the selected heads and of overdue ones; see the module docstring.
 
     Args:
         window: W, positions that a head may miss before it is recovered though not selected.
-        longer_than: shorter runs of selected heads, and runs of this length, are computed elsewhere; 0: none are.
 
     Raises:
         ValueError: wrong shapes, a window beyond the ring, or tensors that are not contiguous.
         TypeError: wrong or mixed dtypes.
     """
-    _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window, longer_than)
+    _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window)
     B, R, D = inputs.shape
     H, _, head_dim, _ = w.shape
     tiles = triton.cdiv(2 * head_dim, _BLOCK_R)
     (few_i, few_d), (many_i, many_d) = _TILES[w.element_size()]
     _recover_kv_kernel[(tiles, max(1, min(H, _PROGRAMS // tiles)))](
         inputs, w, b, selected.view(torch.uint8), watermark, position, k_cache, v_cache,
-        B, H, R, k_cache.shape[2], window, longer_than,
+        B, H, R, k_cache.shape[2], window,
         D=D,
         HEAD_DIM=head_dim,
         BLOCK_HEADS=triton.next_power_of_2(H),

@@ -1,22 +1,32 @@
 """What the kernels share: products of rows, layer norms, and the wait for the last program."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-EARLY_LAUNCH = False
-"""Launch a kernel while the one before it drains (programmatic dependent launch, from compute capability 9.0 on)."""
+# Triton's interpreter multiplies the bit patterns of bf16 in a dot, and knows no launches.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@cache
+def _starts_early(device: int) -> bool:
+    return not _INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def launch_options() -> dict[str, bool]:
-    """Of every launch, for `await_inputs`."""
-    return {"EARLY": True, "launch_pdl": True} if EARLY_LAUNCH else {"EARLY": False}
+    """Of every launch: it may begin while the one before it ends (programmatic dependent launch), see `await_inputs`.
+
+    From compute capability 9.0 on. Nothing tells the next launch to begin sooner than the last program of the one
+    before is done: programs that came in while others still run would crowd on the first free multiprocessors.
+    """
+    return {"EARLY": True, "launch_pdl": True} if _starts_early(_device()) else {"EARLY": False}
 
 
-def lines_of(D: int, dtype: torch.dtype) -> int:
-    """Cache lines of 128 bytes that cover a row of D elements, up to a power of 2; for `ask_ahead`."""
-    return triton.next_power_of_2(triton.cdiv(D * dtype.itemsize, 128))
+def _device() -> int:
+    return -1 if _INTERPRETED else torch.cuda.current_device()
 
 
 @triton.jit
@@ -27,7 +37,6 @@ def await_inputs(EARLY: tl.constexpr):
     """
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
 
 
 def row_block(D: int, most: int) -> int:
@@ -37,25 +46,6 @@ def row_block(D: int, most: int) -> int:
         block //= 2
     # Narrow tiles waste more than masked ones.
     return block if block >= min(most, 128) else min(most, triton.next_power_of_2(D))
-
-
-@triton.jit
-def ask_ahead(w_ptr, row, D: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr):
-    """Start bringing rows `row` [ROWS] int64 of w [., D] into the L2 cache, before `await_inputs`.
-
-    A hint: which rows they are may still be about to change. Read it by loads that leave nothing in the L1 cache
-    (cache_modifier=".cg"), and again afterwards. Rows must exist, whatever they are.
-    """
-    line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
-    offs_d = tl.minimum(tl.arange(0, LINES) * line, D - 1)
-    addresses = (w_ptr + row[:, None] * D + offs_d[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-# Triton's interpreter multiplies the bit patterns of bf16 in a dot.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -94,10 +84,11 @@ def rows_times_rows(
             x = tl.load(x_ptr + x_row[:, None] * D + offs_d[None, :], mask=mask_x_tile, other=0.0)
             y = dot(x, tl.trans(w), y)
     else:
-        # Summed over D once at the end: a sum across threads in every step would cost more than the products. All
-        # tiles are loaded in the shape of acc, so that no operand changes its layout. Unrolled, so that the loads of
-        # several tiles are in flight at once.
-        acc = tl.zeros((BLOCK_X, BLOCK_W, BLOCK_D), dtype=tl.float32)
+        # What a thread loads at once, 16 bytes of a row, it sums at once; across threads the sum is made once at the
+        # end, since in every step it would cost more than the products. All tiles are loaded in one shape, so that no
+        # operand changes its layout. Unrolled, so that the loads of several tiles are in flight at once.
+        LANE: tl.constexpr = min(BLOCK_D, 128 // w_ptr.dtype.element_ty.primitive_bitwidth)
+        acc = tl.zeros((BLOCK_X, BLOCK_W, BLOCK_D // LANE), dtype=tl.float32)
         for d in tl.static_range(0, D, BLOCK_D):
             offs_d = d + tl.arange(0, BLOCK_D)
             mask_x_tile = mask_x[:, None, None]
@@ -116,7 +107,7 @@ def rows_times_rows(
             x = tl.load(x_ptr + x_row[:, None, None] * D + offs_d[None, None, :], mask=mask_x_tile, other=0.0).to(
                 tl.float32
             )
-            acc += x * w
+            acc += tl.sum(tl.reshape(x * w, (BLOCK_X, BLOCK_W, BLOCK_D // LANE, LANE)), axis=3)
         y = tl.sum(acc, axis=2)
     return y
 

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dejavu_ds.attention import SHORT_RUN
 from dejavu_ds.bench.random_predictors import default_ranks
 from dejavu_ds.bench.results import make_row
 from dejavu_ds.bench.shapes import Shape
 from dejavu_ds.bench.timing import peak_bytes, reset_peak, spread, time_rotated
 from dejavu_ds.bench.traffic import check_memory, free_bytes
 from dejavu_ds.kernels.add_norm import Norm
-from dejavu_ds.kernels.gather_down_proj import TICKETS
 from dejavu_ds.kernels.ops import ops_for
 
 _STD = 0.02
@@ -27,8 +25,8 @@ _MAX_BUFFERS = 16
 # The L2 cache of an H200, in bytes; more than a CPU's share of its last one, as a rule.
 _CACHE = 50 * 2**20
 _WINDOW = 128
-# The shortest run of missed tokens that is left to recover_kv.
-_MISSED = SHORT_RUN + 1
+# At a density of a half, runs of missed tokens are two long on average.
+_MISSED = 2
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Layer:
 
     def tickets(self) -> torch.Tensor:
         """Zeros that the kernels count in and leave as zeros, as a step has them; int32."""
-        return torch.zeros(max(TICKETS, self.batch * self.heads), dtype=torch.int32, device=self.device)
+        return torch.zeros(self.batch * self.heads, dtype=torch.int32, device=self.device)
 
     def choose(self, units: int, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices and count of a random set, as the kernels take them: room for all, the kept in ascending order."""
@@ -126,14 +124,13 @@ def mlp_cases(layer: Layer) -> Iterator[Case]:
     down = [layer.random(N, D, std=_STD) for _ in range(R)]
     sets = [layer.choose(N, K) for _ in range(R)]
     x, h = layer.random(layer.batch, D), layer.random(layer.batch, N).abs() + 1
-    tickets = layer.tickets()
     bias = torch.full((N,), 8 * _STD * math.sqrt(D), dtype=layer.dtype, device=layer.device)
 
     def gather_up(i: int) -> torch.Tensor:
         return ops.gather_up_proj(x, up[i], bias, *sets[i], relu=True)
 
     def gather_down(i: int, h: torch.Tensor) -> torch.Tensor:
-        return ops.gather_down_proj(h, down[i], *sets[i], skip_zeros=True, tickets=tickets)
+        return ops.gather_down_proj(h, down[i], *sets[i], skip_zeros=True)
 
     def dense_up(i: int) -> torch.Tensor:
         return torch.relu(F.linear(x, up[i], bias))
@@ -158,12 +155,12 @@ def projection_cases(layer: Layer) -> Iterator[Case]:
     R = layer.buffers(4 * H * head_dim * D * w, K * head_dim * D * w)
     qkv = [layer.random(H, 3, head_dim, D, std=_STD) for _ in range(R)]
     out = [layer.random(H * head_dim, D, std=_STD) for _ in range(R)]
-    sets, tickets = [layer.choose(H, K) for _ in range(R)], layer.tickets()
+    sets = [layer.choose(H, K) for _ in range(R)]
     bias = layer.random(H, 3, head_dim)
     x, o = layer.random(layer.batch, D), layer.random(layer.batch, H * head_dim)
 
     def kept_out(i: int) -> torch.Tensor:
-        return ops.gather_down_proj(o, out[i], *sets[i], group=head_dim, tickets=tickets)
+        return ops.gather_down_proj(o, out[i], *sets[i], group=head_dim)
 
     matrix = head_dim * D * w
     kept_in = _calls(R, lambda i: ops.gather_qkv(x, qkv[i], bias, *sets[i]))
@@ -225,7 +222,7 @@ def predictor_cases(layer: Layer) -> Iterator[Case]:
 
 
 def recover_cases(layer: Layer) -> Iterator[Case]:
-    """A run of missing keys and values of every kept head, far more than in most steps; dense never misses any."""
+    """A run of missing keys and values of every kept head, twice what most steps have; dense never misses any."""
     ops, B, H, K = ops_for(layer.device), layer.batch, layer.heads, layer.kept_heads
     D, head_dim, w = layer.shape.hidden, layer.shape.head_dim, layer.dtype.itemsize
     position = layer.context - 1

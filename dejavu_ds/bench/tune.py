@@ -28,34 +28,43 @@ _STD = 0.02
 def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
     """Configurations worth trying: tiles that fill registers and threads, none that D does not divide into."""
     block_b, dot = token_block(B)
-    if dot:
+    if dot and kernel in WHOLE_ROWS:
         for n, d, stages in itertools.product((16, 32, 64), (64, 128, 256), (3, 4)):
             if D % d == 0:
-                yield Config(block_b, n, d, True, stages, programs=1024 if kernel in WHOLE_ROWS else 528)
-        return
-    if kernel in WHOLE_ROWS:
-        for n, d, warps, programs in itertools.product((1, 2, 4), (512, 1024, 2048), (2, 4, 8), (1056, 4096)):
-            per_thread = block_b * n * d / (32 * warps)
-            if D % d == 0 and 8 <= per_thread <= 64 and d >= 8 * 32 * min(warps, 4) and D // d <= 24:
+                yield Config(block_b, n, d, True, stages, programs=1024)
+    elif dot:
+        for n, d, stages, programs in itertools.product((64, 128, 256), (64, 128), (2, 3, 4), (264, 528)):
+            if D % d == 0 and n * d <= 16384:
+                yield Config(block_b, n, d, True, stages, 4, programs)
+    elif kernel in WHOLE_ROWS:
+        for n, d, warps, programs in itertools.product((1, 2, 4), (1024, 2048), (4, 8), (1056, 2112, 4096)):
+            per_thread = n * d / (32 * warps)
+            # The loop over D is unrolled.
+            if D % d == 0 and d >= 8 * 32 * min(warps, 4) and 8 <= per_thread <= 64 and D // d <= 24:
                 yield Config(block_b, n, d, False, 1, warps, programs)
-        return
-    for n, d, warps, programs in itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024), (4, 8), (264, 528, 1056)):
-        per_thread = block_b * n * d / (32 * warps)
-        if D % d == 0 and (per_thread == 64 or (per_thread == 32 and warps == 4 and programs > 264)):
-            yield Config(block_b, n, d, False, 1, warps, programs)
+    else:
+        # Why no more rows: see `config_for`.
+        for d, warps, programs in itertools.product((32, 64, 128), (4, 8, 16), (264, 528, 1056)):
+            if D % d == 0:
+                yield Config(block_b, 16 * warps, d, False, 1, warps, programs)
 
 
-def calls(kernel: str, layer: Layer, buffers: int | None = None) -> list[Callable[[Config], torch.Tensor]]:
-    """The kernel on each of several buffers, for a configuration to be given; as many as overflow the cache."""
+def calls(
+    kernel: str, layer: Layer, every: bool = False, buffers: int | None = None
+) -> list[Callable[[Config], torch.Tensor]]:
+    """The kernel on each of several buffers, for a configuration to be given; as many as overflow the cache.
+
+    every: read all units in place of those that the layer keeps.
+    """
     D, B, w = layer.shape.hidden, layer.batch, layer.dtype.itemsize
     heads = kernel in ("gather_qkv", "out_proj")
     units, kept = (layer.heads, layer.kept_heads) if heads else (layer.neurons, layer.kept_neurons)
+    kept = units if every else kept
     group = {"gather_qkv": 3 * layer.shape.head_dim, "out_proj": layer.shape.head_dim}.get(kernel, 1)
     R = buffers or layer.buffers(units * group * D * w, kept * group * D * w)
     weights = [layer.random(units * group, D, std=_STD) for _ in range(R)]
     sets = [layer.choose(units, kept) for _ in range(R)]
     x = layer.random(B, D)
-    tickets = layer.tickets()
     # Half of the kept neurons come out of the ReLU as zero.
     h = layer.random(B, units * group) if heads else torch.relu(layer.random(B, units * group))
 
@@ -64,9 +73,7 @@ def calls(kernel: str, layer: Layer, buffers: int | None = None) -> list[Callabl
             return gather_up_proj(x, weights[i], None, *sets[i], relu=True, config=config)
         if kernel == "gather_qkv":
             return gather_qkv(x, weights[i].view(units, 3, -1, D), None, *sets[i], config=config)
-        return gather_down_proj(
-            h, weights[i], *sets[i], group=group, skip_zeros=not heads, tickets=tickets, config=config
-        )
+        return gather_down_proj(h, weights[i], *sets[i], group=group, skip_zeros=not heads, config=config)
 
     return [lambda config, i=i: call(i, config) for i in range(R)]
 
@@ -74,7 +81,7 @@ def calls(kernel: str, layer: Layer, buffers: int | None = None) -> list[Callabl
 def compile_some(jobs: list[tuple[str, Layer, Config]]) -> None:
     """Fill Triton's cache on disk, in a process of its own."""
     for (kernel, layer), group in itertools.groupby(jobs, key=lambda job: job[:2]):
-        (first,) = calls(kernel, layer, 1)
+        (first,) = calls(kernel, layer, buffers=1)
         for _, _, config in group:
             try:
                 first(config)
@@ -103,21 +110,30 @@ def tune(layers: list[Layer], kernels: list[str], repeats: int, workers: int, sa
 
 
 def _fastest(kernel: str, layer: Layer, repeats: int) -> dict[str, Any]:
-    on_buffers, times = calls(kernel, layer), {}
+    """One configuration serves the sparse and the dense step: the one whose times have the least product."""
+    both = [_times(kernel, layer, every, repeats) for every in (False, True)]
+    tried = sorted((config for config in both[0] if config in both[1]), key=lambda c: both[0][c] * both[1][c])
+    best = tried[0]
+    return {
+        "kernel": kernel,
+        "D": layer.shape.hidden,
+        "config": best._asdict(),
+        "us": round(both[0][best], 2),
+        "us_every": round(both[1][best], 2),
+        "tried": [[*config, *(round(times[config], 2) for times in both)] for config in tried],
+    }
+
+
+def _times(kernel: str, layer: Layer, every: bool, repeats: int) -> dict[Config, float]:
+    """{configuration: microseconds}, of those that fit."""
+    on_buffers, times = calls(kernel, layer, every), {}
     for config in candidates(kernel, layer.batch, layer.shape.hidden):
         try:
             taken = time_rotated([lambda f=f, c=config: f(c) for f in on_buffers], repeats, layer.device)
         except triton.OutOfResources:
             continue
         times[config] = 1e3 * sorted(taken)[len(taken) // 2]
-    best = min(times, key=times.get)
-    return {
-        "kernel": kernel,
-        "D": layer.shape.hidden,
-        "config": best._asdict(),
-        "us": round(times[best], 2),
-        "tried": [[*config, round(us, 2)] for config, us in sorted(times.items(), key=lambda item: item[1])],
-    }
+    return times
 
 
 def write_tuned(entries: list[dict], device: str, path: Path) -> None:
@@ -131,7 +147,7 @@ def write_tuned(entries: list[dict], device: str, path: Path) -> None:
     kept = {(e["kernel"], e["config"]["block_b"], e["D"]): e for e in old["configs"]}
     for entry in entries:
         kept[entry["kernel"], entry["config"]["block_b"], entry["D"]] = {
-            k: entry[k] for k in ("kernel", "D", "config", "us")
+            k: entry[k] for k in ("kernel", "D", "config", "us", "us_every")
         }
     ordered = [kept[key] for key in sorted(kept)]
     replace_file(path, (json.dumps({"device": device, "configs": ordered}, indent=1) + "\n").encode())

@@ -12,7 +12,7 @@ def op(request):
     return IMPLEMENTATIONS[request.param].add_norm
 
 
-def make(B, D, dtype, device, y=True, bias=True, affine=True, R=0):
+def make(B, D, dtype, device, y=True, bias=True, affine=True, R=0, parts=0):
     torch.manual_seed(0)
 
     def tensor(*shape):
@@ -23,7 +23,7 @@ def make(B, D, dtype, device, y=True, bias=True, affine=True, R=0):
     hidden[:, 0] = 40
     norm = Norm(tensor(D) if affine else None, tensor(D) if affine else None, 1e-5)
     return {
-        "y": tensor(B, D) if y else None,
+        "y": tensor(parts, B, D).float() if parts else tensor(B, D) if y else None,
         "bias": tensor(D) if bias else None,
         "hidden": hidden,
         "norm": norm,
@@ -41,13 +41,15 @@ def make(B, D, dtype, device, y=True, bias=True, affine=True, R=0):
         (5, 20, {"y": False, "bias": False}),
         (17, 64, {"bias": False, "R": 1}),
         (2, 100, {"affine": False}),
+        (1, 33, {"parts": 1}),
+        (3, 40, {"parts": 8, "bias": False}),
     ],
 )
 def test_matches_fp64(op, B, D, kwargs, dtype, device):
     case = make(B, D, dtype, device, **kwargs)
     before = case["hidden"].double()
     for part in (case["y"], case["bias"]):
-        before = before if part is None else before + part.double()
+        before = before if part is None else before + (part.double().sum(0) if part.dim() == 3 else part.double())
     x = op(**case)
     hidden = case["hidden"]
     eps = torch.finfo(dtype).eps

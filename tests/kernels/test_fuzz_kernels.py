@@ -6,7 +6,8 @@ import kernel_cases as cases
 import pytest
 import torch
 
-from dejavu_ds.kernels import decode_attention, gather_down_proj, predict_select
+from dejavu_ds.kernels import decode_attention, gather_down_proj, predict_select, recover_kv
+from dejavu_ds.kernels.configs import Config, token_block
 from dejavu_ds.kernels.ops import TRITON
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -18,6 +19,16 @@ CHUNK = 50
 BATCHES = (1, 2, 3, 5, 17)
 WIDTHS = (5, 33, 64)
 HEAD_DIMS = (5, 20, 33)
+
+
+def config(rng, B: int, rows: int, programs: int) -> Config | None:
+    """The rule's, or tiles of `rows` rows, so small that a case of this file takes several steps in either direction.
+
+    Of a single warp, which loads fewer rows together than a tile has.
+    """
+    block_b, dot = token_block(B)
+    stages = 3 if dot else 1
+    return rng.choice((None, Config(block_b, 16 if dot else rows, 16, dot, stages, warps=1, programs=programs)))
 
 
 def fuzz_predict(rng, dtype, device):
@@ -34,7 +45,7 @@ def fuzz_up(rng, dtype, device):
     cap = rng.randint(1, units)
     shape = rng.choice(BATCHES), rng.choice(WIDTHS), units, rng.randint(0, cap), group
     case = cases.make_up(*shape, rng.random() < 0.5, relu, dtype, device, cap=cap)
-    cases.check_up(TRITON.gather_up_proj, case, True)
+    cases.check_up(TRITON.gather_up_proj, case | {"config": config(rng, shape[0], 2, 3)}, True)
 
 
 def fuzz_down(rng, dtype, device):
@@ -43,7 +54,7 @@ def fuzz_down(rng, dtype, device):
     cap = rng.randint(1, units)
     shape = rng.choice(BATCHES), rng.choice(WIDTHS), units, rng.randint(0, cap), group
     case = cases.make_down(*shape, skip_zeros, dtype, device, cap=cap)
-    cases.check_down(TRITON.gather_down_proj, case, True)
+    cases.check_down(TRITON.gather_down_proj, case | {"config": config(rng, shape[0], 16, 9)}, True)
 
 
 def fuzz_attention(rng, dtype, device):
@@ -57,24 +68,22 @@ def fuzz_attention(rng, dtype, device):
 
 
 def fuzz_recover(rng, dtype, device):
-    B, W, D, H = rng.choice((1, 2, 3)), rng.randint(1, 6), rng.choice(WIDTHS), rng.randint(1, 3)
+    B, W, D, H = rng.choice((1, 2, 3)), rng.randint(1, 12), rng.choice(WIDTHS), rng.randint(1, 5)
     t = rng.randint(0, 12)
     watermark = [max(0, t - rng.randint(0, W)) for _ in range(H)]
     selected = [rng.random() < 0.5 for _ in range(H)]
     sizes = B, W, D, H, rng.choice((5, 8)), 13, t, watermark, selected
-    bias, spare, longer_than = rng.random() < 0.5, rng.randint(0, 2), rng.randint(0, 3)
-    case = cases.make_recover(*sizes, bias, dtype, device, spare=spare, longer_than=longer_than)
+    bias, spare = rng.random() < 0.5, rng.randint(0, 2)
+    case = cases.make_recover(*sizes, bias, dtype, device, spare=spare)
     cases.check_recover(TRITON.recover_kv, case, True)
 
 
 def fuzz_qkv(rng, dtype, device):
-    H, t, R = rng.randint(1, 5), rng.randint(0, 9), rng.randint(1, 9)
+    H = rng.randint(1, 5)
     cap = rng.randint(1, H)
     shape = rng.choice(BATCHES), rng.choice(WIDTHS), H, rng.choice(HEAD_DIMS), rng.randint(0, cap)
-    watermark = rng.choice([None, [max(0, t - rng.randint(0, R)) for _ in range(H)]])
-    options = {"watermark": watermark, "t": t, "R": R, "at_most": rng.randint(0, R), "cap": cap}
-    case = cases.make_qkv(*shape, dtype, device, bias=rng.random() < 0.5, **options)
-    cases.check_qkv(TRITON.gather_qkv, case, True)
+    case = cases.make_qkv(*shape, dtype, device, bias=rng.random() < 0.5, cap=cap)
+    cases.check_qkv(TRITON.gather_qkv, case | {"config": config(rng, shape[0], 2, 3)}, True)
 
 
 def run_case(seed: int, device: str) -> None:
@@ -85,14 +94,16 @@ def run_case(seed: int, device: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_splits(monkeypatch):
+def small_blocks(monkeypatch):
     """Small cases split their work as large ones do."""
-    monkeypatch.setattr(gather_down_proj, "_MIN_ROWS_PER_SPLIT", 16)
+    monkeypatch.setattr(gather_down_proj, "_LEAST_ROWS", 16)
     monkeypatch.setattr(decode_attention, "_ONE_SHARE_KEYS", 20)
     monkeypatch.setattr(decode_attention, "_BLOCK_T", {2: 16, 4: 16})
     monkeypatch.setattr(decode_attention, "_MAX_SHARES", 4)
     monkeypatch.setattr(predict_select, "_BLOCK_N", 16)
     monkeypatch.setattr(predict_select, "_LIST_BLOCKS", 4)
+    monkeypatch.setattr(recover_kv, "_TILES", {2: ((16, 32), (32, 16)), 4: ((16, 32), (32, 16))})
+    monkeypatch.setattr(recover_kv, "_PROGRAMS", 2)
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))

@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import assert_as_accurate
-from kernel_cases import DTYPES, IMPLEMENTATIONS, check_up, make_up
+from kernel_cases import DTYPES, IMPLEMENTATIONS, check_beyond, check_up, make_up
 
 from dejavu_ds.kernels.configs import config_for
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
@@ -55,6 +55,18 @@ def test_a_program_takes_several_blocks(B, device):
     config = config_for("gather_up_proj", B, 33, torch.float32)._replace(programs=3)
     case = make_up(B, 33, 120, 103, 1, True, True, torch.float32, device)
     check_up(partial(gather_up_proj, config=config), case, True)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 100])
+@pytest.mark.parametrize("B", [2, 6])
+@pytest.mark.parametrize("group, cap, counts", [(1, 40, (0, 1, 4, 5, 32)), (6, 8, (0, 1, 3))])
+def test_what_stands_beyond_the_count(group, cap, counts, B, programs, device):
+    """The units of a block are loaded before it is known whether there is such a block."""
+    torch.manual_seed(0)
+    config = config_for("gather_up_proj", B, 33, torch.float16)._replace(programs=programs)
+    for count in counts:
+        case = make_up(B, 33, 50, count, group, True, True, torch.float16, device, cap=cap)
+        check_beyond(partial(gather_up_proj, config=config), case, lambda y, end=count * group: y[:, :end])
 
 
 def test_relu_keeps_nan(implementation, device):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import IMPLEMENTATIONS, NAN, make_attention, make_down, make_up, scalar
+from kernel_cases import IMPLEMENTATIONS, NAN, make_attention, make_down, make_qkv, make_up, scalar
 
 from dejavu_ds.kernels.ops import TORCH, TRITON, ops_for
 
@@ -45,7 +45,7 @@ def test_keeping_the_active_neurons_is_the_dense_mlp(ops, device):
     mask = torch.empty(F, dtype=torch.bool, device=device)
     ops.predict_select(x, w2, b2, 0.0, None, idx, count, mask)
     h = ops.gather_up_proj(x, fc1, bias, idx, count, relu=True)
-    y = ops.gather_down_proj(h, fc2, idx, count, skip_zeros=True)
+    y = ops.gather_down_proj(h, fc2, idx, count, skip_zeros=True).sum(0)
     torch.testing.assert_close(y.double(), dense, rtol=1e-4, atol=1e-3)
 
 
@@ -55,15 +55,18 @@ def test_a_captured_graph_follows_the_counts(device):
     torch.manual_seed(0)
     up = make_up(1, 64, 200, 200, 1, True, True, torch.float16, device)
     down = make_down(1, 64, 200, 200, 1, False, torch.float16, device)
+    qkv = make_qkv(2, 64, 6, 64, 6, torch.float16, device)
     attention = make_attention(2, 6, 600, 500, 64, 6, torch.float16, device, holes=0.0)
     up["count"] = down["count"] = count = scalar(50, device)
-    attention["count"], attention["position"] = heads, position = scalar(2, device), scalar(400, device)
+    qkv["count"] = attention["count"] = heads = scalar(2, device)
+    attention["position"] = position = scalar(400, device)
 
     def step():
         return (
             TRITON.gather_up_proj(**up),
             TRITON.gather_down_proj(**down),
             TRITON.decode_attention(**attention),
+            TRITON.gather_qkv(**qkv),
         )
 
     step()  # compiles
@@ -80,3 +83,4 @@ def test_a_captured_graph_follows_the_counts(device):
         assert torch.equal(captured[0][:, :kept], eager[0][:, :kept])
         assert torch.equal(captured[1], eager[1])
         assert torch.equal(captured[2][:, :kept_heads], eager[2][:, :kept_heads])
+        assert torch.equal(captured[3][:, :kept_heads], eager[3][:, :kept_heads])

@@ -1,0 +1,33 @@
+"""Query, key and value of the kept heads over 4-bit rows, and the keys and values that these heads have missed.
+
+`gather_qkv` for a `PackedWeight`: the same arguments, shapes, meaning and side effect, but that w [H, 3, head_dim, D]
+is packed and its rows are decoded on the way; see `packed_weight` for the layout.
+"""
+
+import torch
+
+from dejavu_ds.kernels.gather_qkv import Missed
+from dejavu_ds.kernels.packed_recover_kv import recover_packed_head
+from dejavu_ds.kernels.packed_up_proj import packed_up_proj_ref
+from dejavu_ds.kernels.packed_weight import PackedWeight
+
+
+def packed_qkv_ref(
+    x: torch.Tensor,
+    w: PackedWeight,
+    b: torch.Tensor | None,
+    idx: torch.Tensor,
+    count: torch.Tensor,
+    missed: Missed | None = None,
+) -> torch.Tensor:
+    """In plain torch, rounded where torch rounds; the way on a CPU."""
+    head_dim = w.shape[2]
+    bias = None if b is None else b.flatten()
+    qkv = packed_up_proj_ref(x, w, bias, idx, count, group=3 * head_dim)
+    if missed is not None:
+        t = int(missed.position)
+        for head in idx[: int(count)].tolist():
+            first = int(missed.watermark[head])
+            if 0 < t - first <= missed.at_most:
+                recover_packed_head(missed.inputs, w, b, head, first, t, missed.k_cache, missed.v_cache)
+    return qkv.view(x.shape[0], idx.numel(), 3, head_dim)

@@ -1,0 +1,49 @@
+"""Recovery of missing keys and values over 4-bit rows.
+
+`recover_kv` for a `PackedWeight`: the same arguments, shapes and meaning, but that w [H, 3, head_dim, D] is packed and
+its rows are decoded on the way; see `packed_weight` for the layout.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from dejavu_ds.kernels.packed_weight import PackedWeight
+
+
+def packed_recover_kv_ref(
+    inputs: torch.Tensor,
+    w: PackedWeight,
+    b: torch.Tensor | None,
+    selected: torch.Tensor,
+    watermark: torch.Tensor,
+    position: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    window: int,
+    longer_than: int = 0,
+) -> None:
+    """In plain torch, rounded where torch rounds; the way on a CPU."""
+    t = int(position)
+    missing = t - watermark
+    due = (selected & (missing > longer_than)) | (missing >= window)
+    for head in due.nonzero().flatten().tolist():
+        recover_packed_head(inputs, w, b, head, int(watermark[head]), t, k_cache, v_cache)
+
+
+def recover_packed_head(
+    inputs: torch.Tensor,
+    w: PackedWeight,
+    b: torch.Tensor | None,
+    head: int,
+    first: int,
+    t: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Keys and values of positions first .. t - 1 of one head into the caches."""
+    head_dim = w.shape[2]
+    x = inputs[:, torch.arange(first, t, device=inputs.device) % inputs.shape[1]]  # [B, missing, D]
+    for cache, part in ((k_cache, 1), (v_cache, 2)):
+        start = (head * 3 + part) * head_dim
+        rows = w.rows(slice(start, start + head_dim))
+        cache[:, head, first:t] = F.linear(x, rows, None if b is None else b[head, part])

@@ -114,7 +114,10 @@ def check_quantize(config: QuantizeConfig, dtype: torch.dtype | None) -> None:
             f"quantize={config.type!r} and dtype {dtype} exclude each other: dtype is that of the activations, one of "
             "float32, float16, bfloat16"
         )
-    check_bitsandbytes(config, get_accelerator().current_device_name(), dtype or torch.float16)
+    # Before DeepSpeed has given this rank its GPU: a rank that tried on another's would take memory there.
+    local_rank, accelerator = os.environ.get("LOCAL_RANK"), get_accelerator()
+    device = accelerator.current_device_name() if local_rank is None else accelerator.device_name(int(local_rank))
+    check_bitsandbytes(config, device, dtype or torch.float16)
 
 
 def check_predictor_sizes(predictors: PredictorSet, policy: Policy, model: PreTrainedModel) -> None:

@@ -92,10 +92,11 @@ def init_inference(
         raise ValueError(f"enable_cuda_graph=True needs a GPU, this machine has a {get_accelerator().device_name()}")
     if cuda_graph and not capturable:
         raise ValueError("enable_cuda_graph=True and quantize exclude each other: packed steps cannot be captured yet")
+    asked_dtype = DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None
     if quantize is not None:
-        check_quantize(quantize, DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None)
+        check_quantize(quantize, asked_dtype)
     if not isinstance(model, PreTrainedModel):
-        model = load_model(model, DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None)
+        model = load_model(model, asked_dtype)
     # pydantic refuses unknown keywords by name.
     ds_config = DeepSpeedInferenceConfig(dtype=dtype if dtype is not None else model.dtype, **ds_config)
     if ds_config.dtype not in DTYPES:

@@ -41,7 +41,7 @@ class QuantizeConfig:
     def __post_init__(self) -> None:
         if self.type not in TYPES:
             raise ValueError(f"quantize must be one of {', '.join(TYPES)}, or None for 16 bit; got {self.type!r}")
-        if isinstance(self.blocksize, bool) or self.blocksize not in BLOCKSIZES:
+        if not isinstance(self.blocksize, int) or self.blocksize not in BLOCKSIZES:
             raise ValueError(f"blocksize must be {' or '.join(map(str, BLOCKSIZES))}, got {self.blocksize!r}")
         if not isinstance(self.nested, bool):
             raise TypeError(f"nested must be True or False, got {self.nested!r}")

@@ -271,6 +271,7 @@ def test_programs_take_it(tmp_path, capsys, monkeypatch, tokenizer, device):
         ({"type": "nf4", "blocksize": 96}, "blocksize must be 64 or 128, got 96"),
         ({"blocksize": 4096}, "64 or 128, got 4096"),
         ({"blocksize": "64"}, "got '64'"),
+        ({"blocksize": 64.0}, r"got 64\.0"),
         ({"nested": 1}, "nested must be True or False, got 1"),
         ({"block_size": 64}, "block_size"),
         (4, "QuantizeConfig, got 4"),

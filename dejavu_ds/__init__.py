@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from dejavu_ds.config import SparsityConfig
     from dejavu_ds.engine import DejaVuEngine, init_inference
     from dejavu_ds.predictor import PredictorSet
+    from dejavu_ds.quantize import QuantizeConfig
 
-__all__ = ["DejaVuEngine", "PredictorSet", "SparsityConfig", "init_inference"]
+__all__ = ["DejaVuEngine", "PredictorSet", "QuantizeConfig", "SparsityConfig", "init_inference"]
 __version__ = "0.1.0"
 
 # In a checkout that is not installed, or installed with links in place of folders, the sub-packages `kernels`,
@@ -25,6 +26,7 @@ if os.path.isdir(os.path.join(_root, "injection_policies")):
 _MODULES = {
     "DejaVuEngine": "engine",
     "PredictorSet": "predictor",
+    "QuantizeConfig": "quantize",
     "SparsityConfig": "config",
     "init_inference": "engine",
 }

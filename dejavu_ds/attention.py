@@ -10,6 +10,7 @@ from dejavu_ds.cache import DejaVuCache, LayerCache
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.injection_policies import BlockParts
 from dejavu_ds.kernels.add_norm import Norm
+from dejavu_ds.kernels.dense import Weight, linear, times
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.mlp import frozen
 from dejavu_ds.selection import Selection, Selector
@@ -26,22 +27,31 @@ class SparseAttention(nn.Module):
     Storage makes one head contiguous everywhere; prefill and decode read the same copy.
         qkv  [H, 3, head_dim, D], qkv_bias [H, 3, head_dim] or None
         out  [H * head_dim, D], out_bias [D] or None                    transposed
-    The number of heads is read from the weights, so DeepSpeed may shard them as it likes, in whole heads.
+    qkv and out are what `store` makes of them, parameters or in 4 bits, and `ops` takes those. The number of heads is
+    read from the weights, so DeepSpeed may shard them as it likes, in whole heads.
     """
 
-    def __init__(self, parts: BlockParts, layer_idx: int, head_dim: int, ops: Ops, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        parts: BlockParts,
+        layer_idx: int,
+        head_dim: int,
+        ops: Ops,
+        tp: TensorParallel,
+        store: Callable[[torch.Tensor], Weight],
+    ) -> None:
         super().__init__()
         self._layer_idx = layer_idx
         self.head_dim = head_dim
         self.heads = parts.q.weight.shape[0] // head_dim
         projections = (parts.q, parts.k, parts.v)
         by_head = [p.weight.detach().view(self.heads, 1, head_dim, -1) for p in projections]
-        self.qkv = frozen(torch.cat(by_head, dim=1))
+        self.qkv = store(torch.cat(by_head, dim=1))
         self.qkv_bias = None
         if parts.q.bias is not None:
             biases = [p.bias.detach().view(self.heads, 1, head_dim) for p in projections]
             self.qkv_bias = frozen(torch.cat(biases, dim=1))
-        self.out = nn.Parameter(parts.out.weight.detach().t().contiguous(), requires_grad=False)
+        self.out = store(parts.out.weight.detach().t())
         self.out_bias = frozen(parts.out.bias)
         self.selector: Selector | None = None
         self.masked = False
@@ -82,7 +92,7 @@ class SparseAttention(nn.Module):
         o = o.transpose(1, 2)
         if keep is not None:
             o = o * (keep(o) if callable(keep) else keep)[..., None]
-        return self._finish(o.reshape(*o.shape[:2], -1) @ self.out)
+        return self._finish(times(o.reshape(*o.shape[:2], -1), self.out))
 
     def prefill(
         self,
@@ -124,7 +134,7 @@ class SparseAttention(nn.Module):
         selection = self._selection(x, layer, cache)
         if self.masked:
             o = self._attend_one(x, layer, cache, self._every_head) * selection.mask[:, None]
-            y = o.flatten(1) @ self.out
+            y = times(o.flatten(1), self.out)
         else:
             o = self._attend_one(x, layer, cache, selection)
             idx, count, _ = selection
@@ -177,7 +187,7 @@ class SparseAttention(nn.Module):
     def _qkv_dense(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., H, 3, head_dim]"""
         bias = None if self.qkv_bias is None else self.qkv_bias.flatten()
-        return F.linear(x, self.qkv.flatten(0, 2), bias).unflatten(-1, (self.heads, 3, self.head_dim))
+        return linear(x, self.qkv, bias).unflatten(-1, (self.heads, 3, self.head_dim))
 
     def _start_recovery(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor) -> None:
         """Compute what is missing beside the projection of the new token, which reads the same weights."""

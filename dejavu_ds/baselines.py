@@ -16,7 +16,6 @@ A unit's score is what it adds for a token, from the unit's own true input:
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
@@ -24,6 +23,7 @@ from dejavu_ds.block import PerToken
 from dejavu_ds.config import SparsityConfig
 from dejavu_ds.criteria import gram_matrices, head_scores
 from dejavu_ds.engine import DejaVuEngine
+from dejavu_ds.kernels.dense import as_tensor, linear
 from dejavu_ds.selection import Selector
 from dejavu_ds.taps import UNITS, tap_of
 
@@ -234,8 +234,8 @@ def _module(engine: DejaVuEngine, unit: str, layer: int) -> nn.Module:
 
 def _neuron_score(mlp: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """[..., D] -> [..., F] fp32"""
-    norms = mlp.fc2.float().norm(dim=-1)
-    return lambda x: torch.relu(F.linear(x, mlp.fc1, mlp.b1)).float() * norms
+    norms = as_tensor(mlp.fc2).float().norm(dim=-1)
+    return lambda x: torch.relu(linear(x, mlp.fc1, mlp.b1)).float() * norms
 
 
 def head_score(attention: nn.Module, criterion: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -245,5 +245,5 @@ def head_score(attention: nn.Module, criterion: str) -> Callable[[torch.Tensor],
     """
     if criterion not in HEAD_CRITERIA:
         raise ValueError(f"criterion of heads must be one of {', '.join(HEAD_CRITERIA)}, got {criterion!r}")
-    gram = gram_matrices(attention.out.T, attention.head_dim) if criterion == "contribution" else None
+    gram = gram_matrices(as_tensor(attention.out).T, attention.head_dim) if criterion == "contribution" else None
     return lambda o: head_scores(criterion, o.float(), gram=gram)

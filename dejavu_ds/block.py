@@ -1,5 +1,6 @@
 """The module that replaces a decoder layer."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,8 +12,9 @@ from dejavu_ds.cache import DejaVuCache, LayerCache, LayerShape
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.injection_policies import Policy
 from dejavu_ds.kernels.add_norm import Norm
+from dejavu_ds.kernels.dense import Weight
 from dejavu_ds.kernels.ops import Ops
-from dejavu_ds.mlp import SparseMLP
+from dejavu_ds.mlp import SparseMLP, frozen
 from dejavu_ds.selection import Listeners, Selector
 
 
@@ -37,11 +39,14 @@ class SparseBlock(nn.Module):
         for name, child in layer.named_children():
             self.add_module(name, child)
 
-    def pack(self, ops: Ops, tp: TensorParallel) -> None:
-        """Turn this rank's shards into the gather layout, the only copy from here on."""
+    def pack(self, ops: Ops, tp: TensorParallel, store: Callable[[torch.Tensor], Weight] = frozen) -> None:
+        """Turn this rank's shards into the gather layout, the only copy from here on.
+
+        store  what becomes of a weight in that layout, which may be a view; `ops` takes it
+        """
         parts = self._policy.parts(self)
-        attention = SparseAttention(parts, self.layer_idx, self.head_dim, ops, tp)
-        mlp = SparseMLP(parts.fc1, parts.fc2, ops, tp)
+        attention = SparseAttention(parts, self.layer_idx, self.head_dim, ops, tp, store)
+        mlp = SparseMLP(parts.fc1, parts.fc2, ops, tp, store)
         for name, _ in list(self.named_children()):
             delattr(self, name)
         self.attention_norm, self.attention = parts.attention_norm, attention

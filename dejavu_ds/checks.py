@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from transformers import PreTrainedModel
 
 from dejavu_ds.block import SparseBlock
+from dejavu_ds.checkpoint import refuse_quantized
 from dejavu_ds.injection_policies import Policy
 from dejavu_ds.predictor import PredictorSet
+from dejavu_ds.quantize import QuantizeConfig, check_bitsandbytes
 from dejavu_ds.selection import Selector
 from dejavu_ds.taps import UNITS, Tap
 
@@ -93,8 +96,28 @@ def check_model(model: PreTrainedModel, policy: Policy) -> None:
         raise ValueError(f"this {name} is in an engine already; load the model anew for another engine")
     if any(p.is_inference() for p in model.parameters()):
         raise ValueError(f"this {name} was made under torch.inference_mode and cannot be changed; load it anew")
+    refuse_quantized(model.config)
+    strangers = {str(p.dtype) for p in model.parameters() if not p.is_floating_point()}
+    if strangers:
+        raise ValueError(f"this {name} has weights of {', '.join(sorted(strangers))}; load it in 16 or 32 bits")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"the weights of this {name} are on the meta device; load them first")
+
+
+def check_quantize(config: QuantizeConfig, dtype: torch.dtype | None) -> None:
+    """ValueError where weights cannot be packed so, before a weight is read.
+
+    dtype  of the activations; None: the model's own
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(
+            f"quantize={config.type!r} and dtype {dtype} exclude each other: dtype is that of the activations, one of "
+            "float32, float16, bfloat16"
+        )
+    # Before DeepSpeed has given this rank its GPU: a rank that tried on another's would take memory there.
+    local_rank, accelerator = os.environ.get("LOCAL_RANK"), get_accelerator()
+    device = accelerator.current_device_name() if local_rank is None else accelerator.device_name(int(local_rank))
+    check_bitsandbytes(config, device, dtype or torch.float16)
 
 
 def check_predictor_sizes(predictors: PredictorSet, policy: Policy, model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from dejavu_ds.checks import (
     DTYPES,
     check_model,
     check_predictor_sizes,
+    check_quantize,
     check_selectors,
     check_tensor_parallel,
     merge_config,
@@ -31,8 +32,11 @@ from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
 from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
+from dejavu_ds.kernels import packed_ops
 from dejavu_ds.kernels.ops import ops_for
+from dejavu_ds.mlp import frozen
 from dejavu_ds.predictor import PredictorSet
+from dejavu_ds.quantize import QuantizeConfig, pack
 from dejavu_ds.runner import StepRunner
 from dejavu_ds.selection import Listeners, PredictorSelector, Selector
 from dejavu_ds.stats import StepStats
@@ -47,6 +51,7 @@ def init_inference(
     *,
     predictors: str | os.PathLike | PredictorSet | None = None,
     sparsity: SparsityConfig | None = None,
+    quantize: str | Mapping[str, Any] | QuantizeConfig | None = None,
     **kwargs: Any,
 ) -> "DejaVuEngine":
     """In place of `deepspeed.init_inference`: an engine whose decode step reads only the weights that matter.
@@ -57,9 +62,13 @@ def init_inference(
         config: DeepSpeed inference configuration, a dict (not changed) or the path of a JSON file.
         predictors: folder, hub id or loaded `PredictorSet`; None runs every head and neuron.
         sparsity: densities and mode; None takes the predictor set's defaults.
+        quantize: "nf4" or "fp4" packs the blocks' weights in 4 bits, layer by layer, once each is on its device; a
+            `QuantizeConfig`, or its fields as a dict, says more. None leaves them as they are. `dtype` is then that of
+            the activations and of what is not packed.
         **kwargs: DeepSpeed's own keywords under their own names, such as `dtype` and `tensor_parallel`. Without
             `dtype` the model keeps the one it has (DeepSpeed would convert to fp16). `enable_cuda_graph`, True here
-            on a GPU by default, replays each decode step as one CUDA graph, at every tensor-parallel size.
+            on a GPU by default, replays each decode step as one CUDA graph, at every tensor-parallel size; not yet
+            with `quantize`.
 
     Returns:
         A `deepspeed.InferenceEngine` with `forward` and `generate`.
@@ -74,19 +83,28 @@ def init_inference(
         raise TypeError(f"sparsity must be a SparsityConfig, got {type(sparsity).__name__}")
     if predictors is None and sparsity is not None:
         raise ValueError("sparsity is given without predictors; pass predictors=, or leave sparsity out for dense")
+    quantize = QuantizeConfig.of(quantize)
     dtype = ds_config.pop("dtype", None)
     on_gpu = get_accelerator().device_name() == "cuda"
-    cuda_graph = ds_config.pop("enable_cuda_graph", on_gpu)
+    capturable = quantize is None or packed_ops.CAPTURABLE
+    cuda_graph = ds_config.pop("enable_cuda_graph", on_gpu and capturable)
     if cuda_graph and not on_gpu:
         raise ValueError(f"enable_cuda_graph=True needs a GPU, this machine has a {get_accelerator().device_name()}")
+    if cuda_graph and not capturable:
+        raise ValueError("enable_cuda_graph=True and quantize exclude each other: packed steps cannot be captured yet")
+    asked_dtype = DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None
+    if quantize is not None:
+        check_quantize(quantize, asked_dtype)
     if not isinstance(model, PreTrainedModel):
-        model = load_model(model, DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None)
+        model = load_model(model, asked_dtype)
     # pydantic refuses unknown keywords by name.
     ds_config = DeepSpeedInferenceConfig(dtype=dtype if dtype is not None else model.dtype, **ds_config)
     if ds_config.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of float32, float16, bfloat16, got {ds_config.dtype}")
     policy = policy_for(model.config)
     check_model(model, policy)
+    if quantize is not None:
+        quantize.check_rows(model.config.hidden_size)
     check_tensor_parallel(ds_config, model.config)
     if predictors is not None:
         if not isinstance(predictors, PredictorSet):
@@ -94,7 +112,7 @@ def init_inference(
         sparsity = sparsity or SparsityConfig()
         predictors.check(fingerprint(model), model.config.num_hidden_layers, sparsity.lookahead)
         check_predictor_sizes(predictors, policy, model)
-    return DejaVuEngine(model, ds_config, policy, predictors, sparsity, cuda_graph)
+    return DejaVuEngine(model, ds_config, policy, predictors, sparsity, cuda_graph, quantize)
 
 
 class DejaVuEngine(InferenceEngine):
@@ -106,6 +124,7 @@ class DejaVuEngine(InferenceEngine):
     Attributes:
         policy: of the model's family.
         tp: this rank's view of the tensor-parallel group.
+        quantize: how the blocks' weights are packed; None: they are not.
         stats: densities realised and bytes of weights read, since the last `stats.reset()`.
         runner: of the decode steps.
     """
@@ -118,6 +137,7 @@ class DejaVuEngine(InferenceEngine):
         predictors: PredictorSet | None,
         sparsity: SparsityConfig | None,
         cuda_graph: bool,
+        quantize: QuantizeConfig | None = None,
     ) -> None:
         model.eval().requires_grad_(False)
         # Our blocks take Hugging Face's mask as scaled_dot_product_attention does, whatever the model was loaded with.
@@ -131,18 +151,22 @@ class DejaVuEngine(InferenceEngine):
         if dtype not in get_accelerator().supported_dtypes():
             # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it all the same, slowly.
             config.dtype = torch.float32
+        on_host = config.keep_module_on_host
+        # The device need not hold the whole model in 16 bit: its blocks come to it one by one, and are packed there.
+        config.keep_module_on_host |= quantize is not None and get_accelerator().device_name() != "cpu"
         with no_compilation():
             super().__init__(model, config)
-        config.dtype = dtype
+        config.dtype, config.keep_module_on_host = dtype, on_host
         self.module.to(dtype)
         self.policy = policy
+        self.quantize = quantize
         self.predictors = predictors
         self.sparsity = sparsity
         tp = TensorParallel.of(self.mp_group if config.tensor_parallel.tp_size > 1 else None)
-        self.tp = tp.with_one_shot(self.module.config.hidden_size, self.device)
-        self._ops = ops_for(self.device)
-        for block in self.blocks:
-            block.pack(self._ops, self.tp)
+        device = self.device if quantize is None else torch.device(get_accelerator().current_device_name())
+        self.tp = tp.with_one_shot(self.module.config.hidden_size, device)
+        self._ops = ops_for(device)
+        self._pack(device)
         head = self.module.lm_head
         if isinstance(head, LmHeadLinearAllreduce):
             embedding = self.module.get_input_embeddings().weight if tied else None
@@ -156,6 +180,18 @@ class DejaVuEngine(InferenceEngine):
         self.runner = StepRunner(self, cuda_graph)
         if predictors is not None:
             self.attach(self.predictor_selectors(predictors, sparsity), sparsity)
+
+    def _pack(self, device: torch.device) -> None:
+        """The blocks' weights into the gather layout, and into 4 bits if asked for: a block's 16-bit weights are gone
+        before those of the next come to the device."""
+        if self.quantize is None:
+            for block in self.blocks:
+                block.pack(self._ops, self.tp, frozen)
+            return
+        ops = packed_ops.packed_ops_for(device)
+        for block in self.blocks:
+            block.to(device).pack(ops, self.tp, partial(pack, config=self.quantize))
+        self.module.to(device)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -1,12 +1,14 @@
 """The MLP of a block, dense, masked or gathered."""
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.kernels.add_norm import Norm
+from dejavu_ds.kernels.dense import Weight, linear, times
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.selection import Selection, Selector
 
@@ -17,15 +19,18 @@ class SparseMLP(nn.Module):
     Storage makes one neuron one contiguous row in both matrices; prefill and decode read the same copy.
         fc1  [F, D], b1 [F] or None      as nn.Linear stores it
         fc2  [F, D], b2 [D] or None      transposed
-    A neuron left out and a neuron whose ReLU is zero are the same thing, so a selection that covers every positive
-    neuron gives the dense result.
+    fc1 and fc2 are what `store` makes of them, parameters or in 4 bits, and `ops` takes those. A neuron left out and a
+    neuron whose ReLU is zero are the same thing, so a selection that covers every positive neuron gives the dense
+    result.
     """
 
-    def __init__(self, fc1: nn.Module, fc2: nn.Module, ops: Ops, tp: TensorParallel) -> None:
+    def __init__(
+        self, fc1: nn.Module, fc2: nn.Module, ops: Ops, tp: TensorParallel, store: Callable[[torch.Tensor], Weight]
+    ) -> None:
         super().__init__()
-        self.fc1 = nn.Parameter(fc1.weight.detach().contiguous(), requires_grad=False)
+        self.fc1 = store(fc1.weight.detach())
         self.b1 = frozen(fc1.bias)
-        self.fc2 = nn.Parameter(fc2.weight.detach().t().contiguous(), requires_grad=False)
+        self.fc2 = store(fc2.weight.detach().t())
         self.b2 = frozen(fc2.bias)
         self.selector: Selector | None = None
         self.masked = False
@@ -82,8 +87,8 @@ class SparseMLP(nn.Module):
 
     def _product(self, x: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of the dense result, without b2."""
-        h = torch.relu(F.linear(x, self.fc1, self.b1))
-        return (h if keep is None else h * keep) @ self.fc2
+        h = torch.relu(linear(x, self.fc1, self.b1))
+        return times(h if keep is None else h * keep, self.fc2)
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
         y = self._tp.all_reduce(y)

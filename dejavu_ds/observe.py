@@ -16,6 +16,7 @@ from tqdm import tqdm
 from dejavu_ds.baselines import TopUnits, head_score
 from dejavu_ds.block import PerToken, SparseBlock
 from dejavu_ds.engine import DejaVuEngine
+from dejavu_ds.kernels.dense import linear
 
 IDLE_HEAD = 0.25
 """A head idles for a token when it adds less than this share of what its layer's heads add on average."""
@@ -137,7 +138,7 @@ def _mlp(
     x = block.mlp_norm(hidden)
     keep.tap(block.at_mlp.selectors, x)
     kept = keep.of(mlp.selector)
-    active = F.linear(x, mlp.fc1, mlp.b1) > 0
+    active = linear(x, mlp.fc1, mlp.b1) > 0
     sums.add("neurons", layer, mlp.neurons)
     sums.add("idle neurons", layer, (~active).sum())
     sums.add("active neurons", layer, 0 if kept is None else active.sum())

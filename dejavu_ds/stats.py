@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.selection import Selector
 from dejavu_ds.taps import UNITS
 
@@ -126,7 +127,8 @@ def _kept(selector: Selector | None, size: int, steps: int, dense_share: float) 
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(_size(p) for p in module.parameters())
+    packed = sum(m.nbytes for m in module.modules() if isinstance(m, PackedWeight))
+    return packed + sum(_size(p) for p in module.parameters())
 
 
 def _size(tensor: torch.Tensor | None) -> int:

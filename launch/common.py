@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+QUANTIZE = ("nf4", "fp4")
 _PATIENCE_S = 10
 
 

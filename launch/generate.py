@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dejavu_ds.launch.common import (
     DTYPES,
+    QUANTIZE,
     Parser,
     positive_float,
     positive_int,
@@ -53,6 +54,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--dense", action="store_true", help="every head and neuron, no predictors")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: as stored)")
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, help="default: %(default)s")
     sampling = parser.add_argument_group("sampling (greedy without any of these)")
     sampling.add_argument("--sample", action="store_true", help="sample at temperature 1")
@@ -90,6 +92,7 @@ def run(args) -> None:
         model,
         predictors=predictors,
         sparsity=sparsity,
+        quantize=args.quantize,
         tensor_parallel={"tp_size": world_size()},
         **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
     )
@@ -115,6 +118,7 @@ def run(args) -> None:
             "head_density": report.head_density,
             "weight_bytes_read": report.weight_bytes_read,
             "tp": world_size(),
+            "quantize": args.quantize,
         }
         print_figures(figures, report, args)
 

@@ -88,11 +88,41 @@ def uneven(tp_size: int) -> dict:
     }
 
 
+def packed(tp_size: int) -> dict:
+    """The bundled model in 4 bits, dense and sparse; bytes of its codes on all ranks; shards that are uneven."""
+    from models import PROMPTS, tiny_opt
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model())
+    shared = {"quantize": "nf4", "dtype": torch.float32, "tensor_parallel": {"tp_size": tp_size}}
+    dense = dejavu_ds.init_inference(bundled_model(), **shared)
+    sparse = dejavu_ds.init_inference(
+        bundled_model(),
+        predictors=bundled_model() / "predictors",
+        sparsity=SparsityConfig(mlp_density=0.2, head_density=0.7, recovery_window=16),
+        **shared,
+    )
+    results = {"logits": [], "tokens": [], "sparse": []}
+    for prompt in PROMPTS[:4]:
+        inputs = tokenizer(prompt, return_tensors="pt").to(dense.device)
+        results["logits"].append(dense(**inputs).logits.cpu())
+        results["tokens"].append(dense.generate(**inputs, max_new_tokens=24, do_sample=False).cpu())
+        tokens = sparse.generate(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=None)
+        results["sparse"].append(tokens.cpu())
+    results["report"] = sparse.stats.report().as_dict()
+    codes = sum(b.nbytes for block in dense.blocks for b in block.buffers() if b.dtype == torch.uint8)
+    results["code_bytes"] = int(dense.tp.all_reduce(torch.tensor(codes, device=dense.device)))
+    uneven = dejavu_ds.init_inference(tiny_opt(hidden_size=64, ffn_dim=77, num_attention_heads=4), **shared)
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(4)).to(dense.device)
+    results["uneven"] = uneven(ids).logits.cpu()
+    return results
+
+
 def main() -> None:
     """All of it; rank 0 saves."""
     torch.set_num_threads(1)
     tp_size = int(os.environ.get("WORLD_SIZE", "1"))
-    results = {"dense": dense(tp_size), "sparse": sparse(tp_size), "uneven": uneven(tp_size)}
+    results = {"dense": dense(tp_size), "sparse": sparse(tp_size), "uneven": uneven(tp_size), "packed": packed(tp_size)}
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, sys.argv[-1])
     leave_job()

@@ -22,7 +22,17 @@ from dejavu_ds.predictor import PredictorSet
 ROOT = Path(__file__).parents[1]
 # fp32 on a GPU too, where "auto" would take the checkpoint's fp16 and greedy tokens could differ from Hugging Face's.
 FP32 = ["--dtype", "fp32"]
-KEYS = ["prompt", "text", "new_tokens", "tokens_per_s", "mlp_density", "head_density", "weight_bytes_read", "tp"]
+KEYS = [
+    "prompt",
+    "text",
+    "new_tokens",
+    "tokens_per_s",
+    "mlp_density",
+    "head_density",
+    "weight_bytes_read",
+    "tp",
+    "quantize",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -110,3 +110,20 @@ def test_uneven_shards(size, runs):
     assert result["error"] < 2e-4 and result["same_tokens"]
     assert torch.equal(result["sparse"], runs[1]["uneven"]["sparse"])
     assert result["report"]["mlp_density"] == pytest.approx(runs[1]["uneven"]["report"]["mlp_density"], rel=1e-9)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_packed_weights(size, runs):
+    """Rows are whole blocks, so a shard has the bits of the whole: only sums are rounded in another order."""
+    one, many = runs[1]["packed"], runs[size]["packed"]
+    for a, b in zip(one["logits"], many["logits"], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+    for name in ("tokens", "sparse"):
+        assert all(torch.equal(a, b) for a, b in zip(one[name], many[name], strict=True))
+    for name in ("mlp_density", "head_density"):
+        assert many["report"][name] == pytest.approx(one["report"][name], rel=1e-4)
+    assert one["report"]["mlp_density"] < 0.5 and one["report"]["head_density"] < 0.95
+    assert many["code_bytes"] == 6 * (4 * 256 + 2 * 1024) * 128
+    torch.testing.assert_close(one["uneven"], many["uneven"], atol=2e-4, rtol=2e-4)
+    # That tp 1 is Hugging Face's model with these weights is test_quantize's.
+    assert not torch.allclose(many["logits"][0], runs[size]["dense"]["logits"][0], atol=0.1)

@@ -62,7 +62,7 @@ class SparseAttention(nn.Module):
         self._every_head = Selection.all_of(self.heads, self.qkv.device)
         self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=self.qkv.device)
         self.recovered_total = torch.zeros(1, dtype=torch.int64, device=self.qkv.device)
-        """Heads whose missing K/V were computed in decode steps since the last reset, over all steps."""
+        """Heads whose K/V were computed in decode steps though they were not selected, since the last reset."""
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every head's query, key and value of [B, S, D], each [B, H, S, head_dim]."""
@@ -176,11 +176,13 @@ class SparseAttention(nn.Module):
                 "recovered_total": self.recovered_total,
             }
             self._start_recovery(layer, cache, mask)
-        qkv = self._ops.gather_qkv(x, self.qkv, self.qkv_bias, idx, count)
+        q = self._ops.gather_qkv(
+            x, self.qkv, self.qkv_bias, idx, count, layer.k, layer.v, cache.position, layer.watermark
+        )
         if layer.watermark is not None and self.recovery_stream is not None:
             torch.cuda.current_stream().wait_stream(self.recovery_stream)
         return self._ops.decode_attention(
-            qkv, layer.k, layer.v, idx, count, cache.position, cache.key_mask, self._scale,
+            q, layer.k, layer.v, idx, count, cache.position, cache.key_mask, self._scale,
             tickets=self._tickets, **moved,
         )  # fmt: skip
 
@@ -190,7 +192,7 @@ class SparseAttention(nn.Module):
         return linear(x, self.qkv, bias).unflatten(-1, (self.heads, 3, self.head_dim))
 
     def _start_recovery(self, layer: LayerCache, cache: DejaVuCache, selected: torch.Tensor) -> None:
-        """Compute what is missing beside the projection of the new token, which reads the same weights."""
+        """Compute what is missing, beside the projections of the heads that miss nothing."""
         if self.recovery_stream is None:
             self._recover(layer, cache, selected)
             return

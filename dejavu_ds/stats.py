@@ -112,7 +112,7 @@ def _layer_counts(block: nn.Module, steps: int, dense_shares: dict[str, float]) 
     neuron_bytes = (_bytes(mlp) - _size(mlp.b2)) / max(mlp.neurons, 1)
     heads = _kept(attention.selector, attention.heads, steps, dense_shares["heads"])
     neurons = _kept(mlp.selector, mlp.neurons, steps, dense_shares["mlp"])
-    # Of a head's rows (q, k, v, out: head_dim each, biases aside) recovery reads k and v again.
+    # Of a head that was not selected (q, k, v, out: head_dim rows each, biases aside) recovery reads k and v.
     recovered = attention.recovered_total.item() / steps * head_bytes / 2
     fixed = biases + _bytes(block.attention_norm) + _bytes(block.mlp_norm)
     chosen = (("heads", attention.selector), ("mlp", mlp.selector))

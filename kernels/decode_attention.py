@@ -6,19 +6,16 @@ Flash-Decoding does in a second launch (Dao et al. 2023). Heads that are not kep
 Vu, Liu et al. 2023, arXiv:2310.17157). How the context is cut follows from t alone, so that a head's bits depend
 neither on the batch, nor on the heads beside it, nor on the cache's capacity.
 
-The new token's key and value come from `qkv` and are stored into slot t of the caches by the same launch. The cache
-is read below t only, so no program can see whether that store has happened yet.
-
 Where heads may be skipped, the launch also moves the watermarks past what the step at t has stored (`recover_kv` says
-what they are): a head in `mask` has keys and values up to position t; an overdue one, which has missed `window`
-positions, was recovered up to t - 1 before this launch; any other is unchanged.
+what they are): a head in `mask`, or an overdue one, which has missed `window` positions, has keys and values up to
+position t; any other is unchanged.
 
 Count and position are read from device memory: the grid depends on the capacities alone, so the launch can be
 captured in a CUDA graph and replayed at the next position.
 
 Shapes (B sequences, H heads, T cache capacity, cap = head_idx.numel(), K = count kept heads):
-    qkv       [B, cap, 3, head_dim]  contiguous; query, key and value of head head_idx[s] in slot s
-    k_cache   [B, H, T, head_dim]    contiguous, dtype of qkv; slot t of the kept heads is written
+    q         [B, cap, head_dim]     contiguous; query of head head_idx[s] in slot s
+    k_cache   [B, H, T, head_dim]    contiguous, dtype of q; slots 0..t of the kept heads are read
     v_cache   [B, H, T, head_dim]    likewise
     head_idx  [cap]                  int32, distinct in [:K], any order; values are not checked (it would sync)
     count     [1]                    int32, 0 <= K <= cap
@@ -26,11 +23,11 @@ Shapes (B sequences, H heads, T cache capacity, cap = head_idx.numel(), K = coun
     key_mask  [B, T]                 bool, True where a key may be attended; slot t is attended whatever it says
     mask      [H]                    bool, the kept heads; needed with a watermark, else unused
     watermark [H]                    int32, moved in place; None where every head runs at every step
-    recovered_total [1]              int64, or None; raised by the number of heads that `recover_kv` saw to: before the
-                                     move, in `mask` with t - watermark > 0, or t - watermark >= window
+    recovered_total [1]              int64, or None; raised by the number of overdue heads that are not in `mask`, whose
+                                     weights were read for the sake of their keys and values alone
     tickets   [>= B * cap]           int32 zeros that only launches in order share; left zero; None or too few: made for
                                      the call
-    out       [B, cap, head_dim]     dtype of qkv, computed in fp32; slots from K on are unspecified
+    out       [B, cap, head_dim]     dtype of q, computed in fp32; slots from K on are unspecified
 Keys beyond t may hold anything, and so may masked keys: they have no effect.
 """
 
@@ -42,7 +39,7 @@ from dejavu_ds.kernels.tiles import await_inputs, is_last, launch_options
 
 
 def decode_attention_ref(
-    qkv: torch.Tensor,
+    q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     head_idx: torch.Tensor,
@@ -61,15 +58,12 @@ def decode_attention_ref(
     if watermark is not None:
         missing = t - watermark
         if recovered_total is not None:
-            recovered_total += ((mask & (missing > 0)) | (missing >= window)).sum()
-        watermark.masked_fill_(missing >= window, t).masked_fill_(mask, t + 1)
-    out = torch.empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], device=qkv.device, dtype=qkv.dtype)
+            recovered_total += (~mask & (missing >= window)).sum()
+        watermark.masked_fill_((missing >= window) | mask, t + 1)
+    out = torch.empty_like(q)
     if K == 0:  # scaled_dot_product_attention does not take zero heads on every device
         return out
     heads = head_idx[:K].long()
-    q, k_new, v_new = qkv[:, :K].unbind(2)
-    k_cache[:, heads, t] = k_new
-    v_cache[:, heads, t] = v_new
     k, v = k_cache[:, heads, : t + 1], v_cache[:, heads, : t + 1]  # [B, K, t + 1, head_dim], copies
     attended = key_mask[:, : t + 1].clone()
     attended[:, t] = True
@@ -78,7 +72,7 @@ def decode_attention_ref(
         hidden = ~attended[:, None, :, None]
         k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
     out[:, :K] = torch.nn.functional.scaled_dot_product_attention(
-        q[:, :, None], k, v, attn_mask=attended[:, None, None, :], scale=scale
+        q[:, :K, None], k, v, attn_mask=attended[:, None, None, :], scale=scale
     ).squeeze(2)
     return out
 
@@ -102,15 +96,15 @@ def _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK: tl
     watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
     missing = t - watermark
     if total_ptr is not None:
-        recovered = mask_h & ((selected & (missing > 0)) | (missing >= window))
+        recovered = mask_h & ~selected & (missing >= window)
         tl.store(total_ptr, tl.load(total_ptr) + tl.sum(recovered.to(tl.int32), axis=0))
-    moved = tl.where(selected, t + 1, tl.where(missing >= window, t, watermark))
+    moved = tl.where(selected | (missing >= window), t + 1, watermark)
     tl.store(watermark_ptr + heads, moved, mask=mask_h)
 
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, key_mask_ptr, first, end, scale,
+    q, k_ptr, v_ptr, key_mask_ptr, first, end, t, scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -129,7 +123,7 @@ def _attend(
         # Masked keys are loaded too: to wait for the mask first would cost more than to read them.
         k = tl.load(k_ptr + kv, mask=mask, other=0.0)
         v = tl.load(v_ptr + kv, mask=mask, other=0.0)
-        mask_t = mask_t & (tl.load(key_mask_ptr + offs_t, mask=mask_t, other=0) != 0)
+        mask_t = mask_t & ((tl.load(key_mask_ptr + offs_t, mask=mask_t, other=0) != 0) | (offs_t == t))
         score = tl.where(mask_t, tl.sum(k.to(tl.float32) * q[None, :], axis=1) * scale, float("-inf"))
         v = tl.where(mask_t[:, None], v.to(tl.float32), 0.0)  # 0 * NaN would not be 0
         m_new = tl.maximum(m, tl.max(score, axis=0))
@@ -163,14 +157,14 @@ def _merge(
         other=0.0,
         cache_modifier=".cg",
     )
-    weight = tl.exp(m - tl.max(m, axis=0))  # share 0 holds the new token, so the maximum is finite
+    weight = tl.exp(m - tl.max(m, axis=0))  # the last share holds the new token, so the maximum is finite
     return tl.sum(weight[:, None] * acc, axis=0) / tl.sum(weight * l, axis=0)
 
 
 # The capacities are not specialised: another batch or cache must not compile again.
 @triton.jit(do_not_specialize=["B", "cap", "H", "T", "window"])
 def _decode_attention_kernel(
-    qkv_ptr, k_ptr, v_ptr, head_idx_ptr, count_ptr, position_ptr, key_mask_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, head_idx_ptr, count_ptr, position_ptr, key_mask_ptr, out_ptr,
     part_ptr, m_ptr, l_ptr, tickets_ptr,
     mask_ptr, watermark_ptr, total_ptr,
     scale, B, cap, H, T, window,
@@ -190,10 +184,11 @@ def _decode_attention_kernel(
     if watermark_ptr is not None and tl.program_id(0) == tl.num_programs(0) - 1:
         _move_watermarks(mask_ptr, watermark_ptr, total_ptr, t, window, H, BLOCK_HEADS)
 
-    share, shares = t, 1
-    if CUT and t > ONE_SHARE_KEYS:
-        share = tl.cdiv(tl.cdiv(t, MAX_SHARES), BLOCK_T) * BLOCK_T
-        shares = tl.cdiv(t, share)
+    keys = t + 1
+    share, shares = keys, 1
+    if CUT and keys > ONE_SHARE_KEYS:
+        share = tl.cdiv(tl.cdiv(keys, MAX_SHARES), BLOCK_T) * BLOCK_T
+        shares = tl.cdiv(keys, share)
     offs_h = tl.arange(0, BLOCK_H)
     mask_h = offs_h < HEAD_DIM
 
@@ -204,29 +199,13 @@ def _decode_attention_kernel(
         batch = (item // shares // K).to(tl.int64)
         place = batch * cap + slot
         head = tl.load(head_idx_ptr + slot).to(tl.int64)
-        qkv_ptrs = qkv_ptr + place * 3 * HEAD_DIM + offs_h
-        q = tl.load(qkv_ptrs, mask=mask_h, other=0.0).to(tl.float32)
-        k_new = tl.load(qkv_ptrs + HEAD_DIM, mask=mask_h, other=0.0)
-        v_new = tl.load(qkv_ptrs + 2 * HEAD_DIM, mask=mask_h, other=0.0)
+        q = tl.load(q_ptr + place * HEAD_DIM + offs_h, mask=mask_h, other=0.0).to(tl.float32)
         cache = (batch * H + head) * T * HEAD_DIM
-
         first = split * share
         m, l, acc = _attend(
             q, k_ptr + cache, v_ptr + cache, key_mask_ptr + batch * T,
-            first, tl.minimum(first + share, t), scale, HEAD_DIM, BLOCK_T, BLOCK_H,
+            first, tl.minimum(first + share, keys), t, scale, HEAD_DIM, BLOCK_T, BLOCK_H,
         )  # fmt: skip
-
-        # Share 0 owns the new token; last, so that nothing stands before the loads of the keys.
-        if split == 0:
-            new_ptrs = cache + t.to(tl.int64) * HEAD_DIM + offs_h
-            tl.store(k_ptr + new_ptrs, k_new, mask=mask_h)
-            tl.store(v_ptr + new_ptrs, v_new, mask=mask_h)
-            score = tl.sum(q * k_new.to(tl.float32), axis=0) * scale
-            m_new = tl.maximum(m, score)
-            p, decay = tl.exp(score - m_new), tl.exp(m - m_new)
-            l = l * decay + p
-            acc = acc * decay + p * v_new.to(tl.float32)
-            m = m_new
 
         out_ptrs = out_ptr + place * HEAD_DIM + offs_h
         if CUT and shares > 1:
@@ -242,13 +221,13 @@ def _decode_attention_kernel(
             tl.store(out_ptrs, (acc / l).to(out_ptr.dtype.element_ty), mask=mask_h)
 
 
-def _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask, tickets) -> None:
-    if qkv.dim() != 4 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv must be [B, cap, 3, head_dim], got {tuple(qkv.shape)}")
-    B, cap, _, head_dim = qkv.shape
+def _check(q, k_cache, v_cache, head_idx, count, position, key_mask, tickets) -> None:
+    if q.dim() != 3:
+        raise ValueError(f"q must be [B, cap, head_dim], got {tuple(q.shape)}")
+    B, cap, head_dim = q.shape
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.shape[::3] != (B, head_dim):
         raise ValueError(
-            f"for qkv {tuple(qkv.shape)}, k_cache and v_cache must be [{B}, H, T, {head_dim}], got "
+            f"for q {tuple(q.shape)}, k_cache and v_cache must be [{B}, H, T, {head_dim}], got "
             f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     if head_idx.shape != (cap,) or count.shape != (1,) or position.shape != (1,):
@@ -258,16 +237,16 @@ def _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask, tickets) 
         )
     if key_mask.shape != (B, k_cache.shape[2]):
         raise ValueError(f"key_mask must be [{B}, {k_cache.shape[2]}], got {tuple(key_mask.shape)}")
-    if not qkv.dtype == k_cache.dtype == v_cache.dtype:
-        raise TypeError(f"qkv and caches must share one dtype, got {qkv.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise TypeError(f"q and caches must share one dtype, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
     if not head_idx.dtype == count.dtype == position.dtype == torch.int32:
         raise TypeError(
             f"head_idx, count and position must be int32, got {head_idx.dtype}, {count.dtype} and {position.dtype}"
         )
     if key_mask.dtype != torch.bool:
         raise TypeError(f"key_mask must be bool, got {key_mask.dtype}")
-    if not all(t.is_contiguous() for t in (qkv, k_cache, v_cache, head_idx, key_mask)):
-        raise ValueError("qkv, k_cache, v_cache, head_idx and key_mask must be contiguous; allocate the caches whole")
+    if not all(t.is_contiguous() for t in (q, k_cache, v_cache, head_idx, key_mask)):
+        raise ValueError("q, k_cache, v_cache, head_idx and key_mask must be contiguous; allocate the caches whole")
     if tickets is not None and tickets.dtype != torch.int32:
         raise TypeError(f"tickets must be int32, got {tickets.dtype}")
 
@@ -295,7 +274,7 @@ def _check_watermark(H: int, mask, watermark, window, recovered_total) -> None:
 
 
 def decode_attention(
-    qkv: torch.Tensor,
+    q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     head_idx: torch.Tensor,
@@ -309,7 +288,7 @@ def decode_attention(
     recovered_total: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend for the kept heads of the token at `position`, store its keys and values, move the watermarks.
+    """Attend for the kept heads of the token at `position`, and move the watermarks.
 
     Shapes and limits are in the module docstring; `scale` multiplies the scores (1 / sqrt(head_dim) as a rule).
 
@@ -317,22 +296,22 @@ def decode_attention(
         ValueError: wrong shapes, tensors that are not contiguous, a watermark without mask or window.
         TypeError: wrong or mixed dtypes.
     """
-    _check(qkv, k_cache, v_cache, head_idx, count, position, key_mask, tickets)
-    B, cap, _, head_dim = qkv.shape
+    _check(q, k_cache, v_cache, head_idx, count, position, key_mask, tickets)
+    B, cap, head_dim = q.shape
     H, T = k_cache.shape[1:3]
     _check_watermark(H, mask, watermark, window, recovered_total)
-    out = torch.empty(B, cap, head_dim, device=qkv.device, dtype=qkv.dtype)
-    block_t = _BLOCK_T[qkv.element_size()]
-    # t < T: the heads of a short cache are never cut.
-    shares = 1 if T - 1 <= _ONE_SHARE_KEYS else min(_MAX_SHARES, triton.cdiv(T - 1, block_t))
+    out = torch.empty_like(q)
+    block_t = _BLOCK_T[q.element_size()]
+    # At most T keys: the heads of a short cache are never cut.
+    shares = 1 if T <= _ONE_SHARE_KEYS else min(_MAX_SHARES, triton.cdiv(T, block_t))
     part, m, l = None, None, None
     if shares > 1:
-        part = torch.empty(B, cap, _MAX_SHARES, head_dim, device=qkv.device, dtype=torch.float32)
-        m, l = torch.empty(2, B, cap, _MAX_SHARES, device=qkv.device, dtype=torch.float32)
+        part = torch.empty(B, cap, _MAX_SHARES, head_dim, device=q.device, dtype=torch.float32)
+        m, l = torch.empty(2, B, cap, _MAX_SHARES, device=q.device, dtype=torch.float32)
         if tickets is None or tickets.numel() < B * cap:
-            tickets = torch.zeros(B * cap, device=qkv.device, dtype=torch.int32)
+            tickets = torch.zeros(B * cap, device=q.device, dtype=torch.int32)
     _decode_attention_kernel[(max(1, min(B * cap * shares, _MAX_PROGRAMS)),)](
-        qkv, k_cache, v_cache, head_idx, count, position, key_mask.view(torch.uint8), out,
+        q, k_cache, v_cache, head_idx, count, position, key_mask.view(torch.uint8), out,
         part, m, l, tickets if shares > 1 else None,
         None if watermark is None else mask.view(torch.uint8), watermark, recovered_total,
         float(scale), B, cap, H, T, window,

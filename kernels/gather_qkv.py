@@ -1,16 +1,20 @@
-"""Query, key and value of the kept heads for one token a sequence.
+"""Query, key and value of the kept heads for one token a sequence; key and value go into the cache.
 
 Only the rows of the heads kept by the step are read (Deja Vu, Liu et al. 2023, arXiv:2310.17157). The three parts of a
-head lie together, so that a kept head is one contiguous piece of memory. What the head has missed in earlier steps is
-`recover_kv`'s.
+head lie together, so that a kept head is one contiguous piece of memory. A head that has missed earlier steps gets its
+key and value of this one from `recover_kv` too, with those that it has missed: so each row is read once.
 
-Shapes (B tokens, H heads, D hidden size, R ring length, T cache capacity, cap = idx.numel(), K = count kept heads):
-    x      [B, D]               contiguous
-    w      [H, 3, head_dim, D]  contiguous; query, key and value rows of each head
-    b      [H, 3, head_dim]     contiguous, or None
-    idx    [cap]                int32, 0 <= idx[:K] < H, distinct; values are not checked (it would sync)
-    count  [1]                  int32, 0 <= K <= cap
-    qkv    [B, cap, 3, head_dim]  dtype of x, accumulated in fp32; slots from K on are unspecified
+Shapes (B tokens, H heads, D hidden size, T cache capacity, cap = idx.numel(), K = count kept heads):
+    x          [B, D]               contiguous
+    w          [H, 3, head_dim, D]  contiguous; query, key and value rows of each head
+    b          [H, 3, head_dim]     contiguous, or None
+    idx        [cap]                int32, 0 <= idx[:K] < H, distinct; values are not checked (it would sync)
+    count      [1]                  int32, 0 <= K <= cap
+    k_cache    [B, H, T, head_dim]  contiguous, dtype of x; slot t of the kept heads is written
+    v_cache    [B, H, T, head_dim]  likewise
+    position   [1]                  int32, t, 0 <= t < T
+    watermark  [H]                  int32, or None: heads whose watermark is below t have missed steps
+    q          [B, cap, head_dim]   dtype of x, accumulated in fp32; slots from K on are unspecified
 """
 
 import torch
@@ -28,19 +32,40 @@ def gather_qkv_ref(
     b: torch.Tensor | None,
     idx: torch.Tensor,
     count: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    position: torch.Tensor,
+    watermark: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Plain torch twin of `gather_qkv`: same arguments, same result, rounded where torch rounds."""
-    head_dim = w.shape[2]
+    """Plain torch twin of `gather_qkv`: same arguments, same result and side effect, rounded where torch rounds."""
     bias = None if b is None else b.flatten()
-    qkv = gather_up_proj_ref(x, w.flatten(0, 2), bias, idx, count, group=3 * head_dim)
-    return qkv.view(x.shape[0], idx.numel(), 3, head_dim)
+    qkv = gather_up_proj_ref(x, w.flatten(0, 2), bias, idx, count, group=3 * w.shape[2])
+    return store_kv(qkv.view(x.shape[0], -1, 3, w.shape[2]), idx[: int(count)], k_cache, v_cache, position, watermark)
 
 
-# The batch and the capacity are not specialised: another one must not compile again.
-@triton.jit(do_not_specialize=["B", "cap"])
+def store_kv(
+    qkv: torch.Tensor,
+    heads: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    position: torch.Tensor,
+    watermark: torch.Tensor | None,
+) -> torch.Tensor:
+    """Put keys and values of qkv [B, cap, 3, head_dim] into the caches, in the order of heads [K]; its queries."""
+    t, heads = int(position), heads.long()
+    slots = torch.arange(len(heads), device=heads.device)
+    if watermark is not None:
+        slots = slots[watermark[heads] >= t]
+        heads = heads[slots]
+    k_cache[:, heads, t], v_cache[:, heads, t] = qkv[:, slots, 1], qkv[:, slots, 2]
+    return qkv[:, :, 0].contiguous()
+
+
+# Batch and capacities are not specialised: another one must not compile again.
+@triton.jit(do_not_specialize=["B", "cap", "H", "T"])
 def _gather_qkv_kernel(
-    x_ptr, w_ptr, b_ptr, idx_ptr, count_ptr, y_ptr,
-    B, cap,
+    x_ptr, w_ptr, b_ptr, idx_ptr, count_ptr, q_ptr, k_ptr, v_ptr, position_ptr, watermark_ptr,
+    B, cap, H, T,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -53,28 +78,40 @@ def _gather_qkv_kernel(
 ):  # fmt: skip
     await_inputs(EARLY)
     # A block of rows lies within one part, query, key or value, of one head.
-    BLOCKS: tl.constexpr = 3 * ((HEAD_DIM + BLOCK_N - 1) // BLOCK_N)
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_N - 1) // BLOCK_N
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
     token = offs_b.to(tl.int64)
+    t = tl.load(position_ptr)
     # The head of a block is asked for a block ahead, the first one's at the same time as the count.
-    next_head = tl.load(idx_ptr + tl.program_id(0) // BLOCKS)
-    for block in range(tl.program_id(0), tl.load(count_ptr) * BLOCKS, tl.num_programs(0)):
+    next_head = tl.load(idx_ptr + tl.program_id(0) // (3 * BLOCKS))
+    for block in range(tl.program_id(0), tl.load(count_ptr) * (3 * BLOCKS), tl.num_programs(0)):
         head = next_head.to(tl.int64)
-        next_head = tl.load(idx_ptr + tl.minimum((block + tl.num_programs(0)) // BLOCKS, cap - 1))
-        slot = block // BLOCKS
-        part = block % BLOCKS // (BLOCKS // 3)
-        offs_r = block % (BLOCKS // 3) * BLOCK_N + tl.arange(0, BLOCK_N)
+        next_head = tl.load(idx_ptr + tl.minimum((block + tl.num_programs(0)) // (3 * BLOCKS), cap - 1))
+        slot = block // (3 * BLOCKS)
+        part = block // BLOCKS % 3
+        offs_r = block % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_r < HEAD_DIM
         row = (head * 3 + part) * HEAD_DIM + offs_r
-        y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
-        if HAS_BIAS:
-            y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-        y_ptrs = y_ptr + ((token[:, None] * cap + slot) * 3 + part) * HEAD_DIM + offs_r[None, :]
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_b[:, None] & mask_n[None, :])
+        ours = part >= 0
+        if watermark_ptr is not None:
+            ours = (part == 0) | (tl.load(watermark_ptr + head) >= t)
+        if ours:
+            y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
+            if HAS_BIAS:
+                y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+            y = y.to(q_ptr.dtype.element_ty)
+            mask = mask_b[:, None] & mask_n[None, :]
+            place = ((token * H + head) * T + t)[:, None] * HEAD_DIM + offs_r[None, :]
+            if part == 0:
+                tl.store(q_ptr + (token * cap + slot)[:, None] * HEAD_DIM + offs_r[None, :], y, mask=mask)
+            elif part == 1:
+                tl.store(k_ptr + place, y, mask=mask)
+            else:
+                tl.store(v_ptr + place, y, mask=mask)
 
 
-def _check(x, w, b, idx, count) -> None:
+def _check(x, w, b, idx, count, k_cache, v_cache, position, watermark) -> None:
     if x.dim() != 2 or w.dim() != 4 or w.shape[1] != 3 or w.shape[3] != x.shape[1]:
         raise ValueError(
             f"expected x [B, D] and w [H, 3, head_dim, D] with one D, got {tuple(x.shape)} and {tuple(w.shape)}"
@@ -82,10 +119,27 @@ def _check(x, w, b, idx, count) -> None:
     if b is not None and b.shape != w.shape[:3]:
         raise ValueError(f"b must be {list(w.shape[:3])}, got {tuple(b.shape)}")
     check_gather(idx, count, w, 1)
-    if x.dtype != w.dtype or (b is not None and b.dtype != x.dtype):
-        raise TypeError(f"x, w and b must share one dtype, got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}")
-    if not all(t.is_contiguous() for t in (x, w, idx) + (() if b is None else (b,))):
-        raise ValueError("x, w, b and idx must be contiguous; call .contiguous() once at load time, not per step")
+    B, (H, _, head_dim, _) = x.shape[0], w.shape
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.shape != (B, H, k_cache.shape[2], head_dim):
+        raise ValueError(
+            f"k_cache and v_cache must be [{B}, {H}, T, {head_dim}], got "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if position.shape != (1,) or (watermark is not None and watermark.shape != (H,)):
+        found = None if watermark is None else tuple(watermark.shape)
+        raise ValueError(f"expected position [1] and watermark [{H}] or None, got {tuple(position.shape)} and {found}")
+    floats = (x, w, k_cache, v_cache) + (() if b is None else (b,))
+    if len({t.dtype for t in floats}) != 1:
+        raise TypeError(f"x, w, the caches and b must share one dtype, got {[t.dtype for t in floats]}")
+    whole = (*floats, idx) + (() if watermark is None else (watermark,))
+    ints = (position,) + (() if watermark is None else (watermark,))
+    if any(t.dtype != torch.int32 for t in ints):
+        raise TypeError(f"position and watermark must be int32, got {[t.dtype for t in ints]}")
+    if not all(t.is_contiguous() for t in whole):
+        raise ValueError(
+            "x, w, b, idx, watermark and the caches must be contiguous; call .contiguous() once at load time, not per "
+            "step, and allocate the caches whole"
+        )
 
 
 def gather_qkv(
@@ -94,9 +148,13 @@ def gather_qkv(
     b: torch.Tensor | None,
     idx: torch.Tensor,
     count: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    position: torch.Tensor,
+    watermark: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Return qkv of the kept heads; shapes and limits are in the module docstring.
+    """Return q of the kept heads, and store k and v of those that have missed nothing; see the module docstring.
 
     Each kept row of `w` is read once for every 16 tokens. `config` overrides the tuned block sizes.
 
@@ -104,14 +162,14 @@ def gather_qkv(
         ValueError: wrong shapes, or tensors that are not contiguous.
         TypeError: wrong or mixed dtypes.
     """
-    _check(x, w, b, idx, count)
+    _check(x, w, b, idx, count, k_cache, v_cache, position, watermark)
     (B, D), head_dim, cap = x.shape, w.shape[2], idx.numel()
-    y = torch.empty(B, cap, 3, head_dim, device=x.device, dtype=x.dtype)
+    q = torch.empty(B, cap, head_dim, device=x.device, dtype=x.dtype)
     c = config or config_for("gather_qkv", B, D, x.dtype)
     grid = (min(cap * 3 * triton.cdiv(head_dim, c.block_n), c.programs), triton.cdiv(B, c.block_b))
     _gather_qkv_kernel[grid](
-        x, w, b, idx, count, y,
-        B, cap,
+        x, w, b, idx, count, q, k_cache, v_cache, position, watermark,
+        B, cap, w.shape[0], k_cache.shape[2],
         D=D,
         HEAD_DIM=head_dim,
         HAS_BIAS=b is not None,
@@ -123,4 +181,4 @@ def gather_qkv(
         num_warps=c.warps,
         **launch_options(),
     )  # fmt: skip
-    return y
+    return q

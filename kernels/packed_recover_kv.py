@@ -27,8 +27,8 @@ def packed_recover_kv_ref(
     due = (selected & (missing > 0)) | (missing >= window)
     for head in due.nonzero().flatten().tolist():
         first = int(watermark[head])
-        x = inputs[:, torch.arange(first, t, device=inputs.device) % inputs.shape[1]]  # [B, missing, D]
+        x = inputs[:, torch.arange(first, t + 1, device=inputs.device) % inputs.shape[1]]  # [B, missing + 1, D]
         for cache, part in ((k_cache, 1), (v_cache, 2)):
             start = (head * 3 + part) * head_dim
             rows = w.rows(slice(start, start + head_dim))
-            cache[:, head, first:t] = F.linear(x, rows, None if b is None else b[head, part])
+            cache[:, head, first : t + 1] = F.linear(x, rows, None if b is None else b[head, part])

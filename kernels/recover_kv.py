@@ -1,28 +1,24 @@
-"""Recovery of missing keys and values: k, v = x[p] @ w_k.T + b_k, x[p] @ w_v.T + b_v for the positions a head missed.
+"""Recovery of missing keys and values: k, v = x[p] @ w_k.T + b_k, x[p] @ w_v.T + b_v from the first missing one on.
 
 A head that is not selected writes no keys and values. Deja Vu (Liu et al. 2023, arXiv:2310.17157, section 4.2) keeps
 the attention input of such tokens instead and computes the missing keys and values when the head is next selected.
 What a head misses is one run of positions, so a watermark says it all: positions below watermark[h] have keys and
 values. A head that has missed W positions, the window, is recovered too, selected or not ("overdue"), so a ring of the
-last inputs is enough.
+last inputs is enough. Position t, which is being decoded, is the last of the run: the same weights make its key and
+value, which `gather_qkv`, running beside, then need not read.
 
-The weights that a selected head needs for this are those that its new keys and values need too. So this kernel runs
-beside `gather_qkv`: whichever comes second finds them in the L2 cache.
-
-The watermark is only read; `decode_attention` moves it at the end of the step. If the ring has room for W + 1
-positions, the input of position t may be written into it before overdue heads are recovered; a ring of W positions
-must be written afterwards.
+The watermark is only read; `decode_attention` moves it at the end of the step.
 
 A program computes a tile of a due head's rows for all missing positions, so the weights come from memory once.
 
 Shapes (B sequences, H heads, D hidden size, R ring length, W window, T cache capacity):
-    inputs     [B, R, D]            contiguous, R >= W; normalised attention input of position p at p % R
+    inputs     [B, R, D]            contiguous, R > W; normalised attention input of position p <= t at p % R
     w          [H, 3, head_dim, D]  contiguous, dtype of inputs; query, key and value rows of each head
     b          [H, 3, head_dim]     contiguous, or None
     selected   [H]                  bool
-    watermark  [H]                  int32, 0 <= t - watermark <= R for a head whose inputs are all in the ring
-    position   [1]                  int32, t, the position being decoded; its own input is not read
-    k_cache    [B, H, T, head_dim]  contiguous, dtype of inputs; slots watermark..t-1 of the heads concerned are written
+    watermark  [H]                  int32, 0 <= t - watermark < R for a head whose inputs are all in the ring
+    position   [1]                  int32, t, the position being decoded
+    k_cache    [B, H, T, head_dim]  contiguous, dtype of inputs; slots watermark..t of the heads concerned are written
     v_cache    [B, H, T, head_dim]  likewise
 With missing = t - watermark, the heads concerned are the selected ones with missing > 0, and all with missing >= W.
 All counts are read from device memory, so the launch can be captured in a CUDA graph and replayed.
@@ -52,10 +48,10 @@ def recover_kv_ref(
     due = (selected & (missing > 0)) | (missing >= window)
     for head in due.nonzero().flatten().tolist():
         first = int(watermark[head])
-        x = inputs[:, torch.arange(first, t, device=inputs.device) % R]  # [B, missing, D]
+        x = inputs[:, torch.arange(first, t + 1, device=inputs.device) % R]  # [B, missing + 1, D]
         for cache, part in ((k_cache, 1), (v_cache, 2)):
             bias = None if b is None else b[head, part]
-            cache[:, head, first:t] = torch.nn.functional.linear(x, w[head, part], bias)
+            cache[:, head, first : t + 1] = torch.nn.functional.linear(x, w[head, part], bias)
 
 
 # An item is one missing position of one sequence. By bytes an element, (items, columns of D) in a tile: the first for
@@ -143,7 +139,7 @@ def _recover_kv_kernel(
     for j in range(tl.program_id(1), heads_due, tl.num_programs(1)):
         head = tl.sum(tl.where(place == j, heads, 0), axis=0).to(tl.int64)
         first = tl.sum(tl.where(place == j, watermark, 0), axis=0)
-        items = (t - first) * B
+        items = (t + 1 - first) * B
         if items <= FEW_I:
             _recover_rows(
                 inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, items, B, H, R, T,
@@ -160,8 +156,8 @@ def _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window
     if inputs.dim() != 3:
         raise ValueError(f"inputs must be [B, R, D], got {tuple(inputs.shape)}")
     B, R, D = inputs.shape
-    if not 1 <= window <= R:
-        raise ValueError(f"window must lie in 1..{R}, the length of the ring, got {window}")
+    if not 1 <= window < R:
+        raise ValueError(f"window must lie in 1..{R - 1}, below the length of the ring, got {window}")
     if w.dim() != 4 or w.shape[1] != 3 or w.shape[3] != D:
         raise ValueError(f"w must be [H, 3, head_dim, {D}], got {tuple(w.shape)}")
     H, _, head_dim, _ = w.shape
@@ -200,7 +196,7 @@ def recover_kv(
     v_cache: torch.Tensor,
     window: int,
 ) -> None:
-    """Store the missing keys and values of the selected heads and of overdue ones; see the module docstring.
+    """Store keys and values of the heads that miss some and are selected or overdue; see the module docstring.
 
     Args:
         window: W, positions that a head may miss before it is recovered though not selected.

@@ -201,6 +201,10 @@ def _measure(plan: Plan, system: System, load: Load) -> dict[str, Any]:
     check_memory(needed, source.device, f"the cache of {load.batch} x {load.capacity} tokens")
     if isinstance(system, Sparse):
         system.prepare(load)
+    if system.rehearses:
+        _warm_up(system, load)
+        for tokens in load.tokens:
+            system.step(tokens)
     _warm_up(system, load)
     times, host = time_steps(system.step, load.tokens, source.device)
     figures = spread(times)

@@ -163,7 +163,9 @@ def projection_cases(layer: Layer) -> Iterator[Case]:
         return ops.gather_down_proj(o, out[i], *sets[i], group=head_dim)
 
     matrix = head_dim * D * w
-    kept_in = _calls(R, lambda i: ops.gather_qkv(x, qkv[i], bias, *sets[i]))
+    caches = [layer.random(layer.batch, H, 1, head_dim) for _ in range(2)]
+    first = torch.zeros(1, dtype=torch.int32, device=layer.device)
+    kept_in = _calls(R, lambda i: ops.gather_qkv(x, qkv[i], bias, *sets[i], *caches, first))
     dense_in = _calls(R, lambda i: F.linear(x, qkv[i].flatten(0, 2), bias.flatten()))
     yield Case("gather_qkv", "sparse", kept_in, 3 * K * (matrix + head_dim * w))
     yield Case("gather_qkv", "dense", dense_in, 3 * H * (matrix + head_dim * w), "F.linear")
@@ -180,18 +182,18 @@ def attention_cases(layer: Layer) -> Iterator[Case]:
     R = layer.buffers(2 * B * H * capacity * head_dim * w, 2 * B * K * T * head_dim * w)
     keys, values = ([layer.random(B, H, capacity, head_dim) for _ in range(R)] for _ in range(2))
     sets = [layer.choose(H, K) for _ in range(R)]
-    qkv = layer.random(B, H, 3, head_dim)
+    q = layer.random(B, H, head_dim)
     position = torch.full((1,), T - 1, dtype=torch.int32, device=layer.device)
     key_mask = torch.ones(B, capacity, dtype=torch.bool, device=layer.device)
-    q, tickets = qkv[:, :, 0, None], layer.tickets()
+    tickets = layer.tickets()
 
     def kept(i: int) -> torch.Tensor:
         return ops.decode_attention(
-            qkv, keys[i], values[i], *sets[i], position, key_mask, head_dim**-0.5, tickets=tickets
+            q, keys[i], values[i], *sets[i], position, key_mask, head_dim**-0.5, tickets=tickets
         )
 
     def every(i: int) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, keys[i][:, :, :T], values[i][:, :, :T])
+        return F.scaled_dot_product_attention(q[:, :, None], keys[i][:, :, :T], values[i][:, :, :T])
 
     yield Case("decode_attention", "sparse", _calls(R, kept), 2 * B * K * T * head_dim * w)
     every_head = 2 * B * H * T * head_dim * w

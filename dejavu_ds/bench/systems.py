@@ -24,6 +24,8 @@ class System:
 
     name = ""
     variant: str | None = None
+    rehearses = False
+    """Whether it must have seen every length of the cache once before it is timed."""
 
     def start(self, prompt: torch.Tensor, capacity: int) -> None:
         """Forget all, and prefill the prompt [B, S] int64; up to `capacity` tokens will follow in all."""
@@ -42,9 +44,14 @@ class System:
 
 
 class HFEager(System):
-    """Hugging Face's model as it is, with the cache that its generate takes by default."""
+    """Hugging Face's model as it is, with the cache that its generate takes by default.
+
+    The cache grows by a token a step, and libraries choose kernels anew for each length that they have not seen, for
+    tens of milliseconds: a matter of the first request that a server gets, not of a step.
+    """
 
     name = "hf-eager"
+    rehearses = True
 
     def __init__(self, model) -> None:
         self.model = model

@@ -65,6 +65,8 @@ def calls(
     weights = [layer.random(units * group, D, std=_STD) for _ in range(R)]
     sets = [layer.choose(units, kept) for _ in range(R)]
     x = layer.random(B, D)
+    caches = [layer.random(B, layer.heads, 1, layer.shape.head_dim) for _ in range(2)]
+    position = torch.zeros(1, dtype=torch.int32, device=layer.device)
     # Half of the kept neurons come out of the ReLU as zero.
     h = layer.random(B, units * group) if heads else torch.relu(layer.random(B, units * group))
 
@@ -72,7 +74,9 @@ def calls(
         if kernel == "gather_up_proj":
             return gather_up_proj(x, weights[i], None, *sets[i], relu=True, config=config)
         if kernel == "gather_qkv":
-            return gather_qkv(x, weights[i].view(units, 3, -1, D), None, *sets[i], config=config)
+            return gather_qkv(
+                x, weights[i].view(units, 3, -1, D), None, *sets[i], *caches, position, config=config
+            )
         return gather_down_proj(h, weights[i], *sets[i], group=group, skip_zeros=not heads, config=config)
 
     return [lambda config, i=i: call(i, config) for i in range(R)]

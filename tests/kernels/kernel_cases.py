@@ -147,17 +147,19 @@ def check_down(op: Callable, case: dict, rounded_once: bool) -> None:
 def make_attention(B, H, T, t, head_dim, count, dtype, device, cap=None, holes=0.3, window=0):
     """With a window, heads may be skipped: each has a watermark, on both sides of where it is overdue."""
     head_idx, kept = pick(H, cap or H, count)
-    qkv = torch.randn(B, head_idx.numel(), 3, head_dim)
-    qkv[:, count:] = NAN
+    q = torch.randn(B, head_idx.numel(), head_dim)
+    q[:, count:] = NAN
     key_mask = torch.rand(B, T) >= holes
     caches = torch.randn(2, B, H, T, head_dim)
+    hidden = ~key_mask
+    hidden[:, t] = False  # the new token is attended whatever the mask says
+    caches.masked_fill_(hidden[None, :, None, :, None], NAN)
     caches[:, :, ~kept] = NAN
-    caches[:, :, :, t:] = NAN
-    caches.masked_fill_(~key_mask[None, :, None, :, None], NAN)
+    caches[:, :, :, t + 1 :] = NAN
     k_cache, v_cache = caches.to(device, dtype)
     watermark = t - torch.randint(0, window + 2, (H,), dtype=torch.int32)
     return {
-        "qkv": qkv.to(device, dtype),
+        "q": q.to(device, dtype),
         "k_cache": k_cache.contiguous(),
         "v_cache": v_cache.contiguous(),
         "head_idx": head_idx.to(device),
@@ -177,9 +179,8 @@ def attention_truth(case: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ K.T) @ V in fp64, and the terms of its error bound, each [B, count, head_dim]."""
     count, t = int(case["count"]), int(case["position"])
     heads = case["head_idx"][:count].long()
-    q, k_new, v_new = case["qkv"][:, :count].double().unbind(2)
-    k = torch.cat([case["k_cache"][:, heads, :t].double(), k_new[:, :, None]], dim=2)
-    v = torch.cat([case["v_cache"][:, heads, :t].double(), v_new[:, :, None]], dim=2)
+    q = case["q"][:, :count].double()
+    k, v = (case[name][:, heads, : t + 1].double() for name in ("k_cache", "v_cache"))
     attended = case["key_mask"][:, : t + 1].clone()
     attended[:, t] = True
     k = torch.where(attended[:, None, :, None], k, 0.0)
@@ -193,21 +194,18 @@ def attention_truth(case: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_attention(op: Callable, case: dict, rounded_once: bool) -> None:
-    count, t = int(case["count"]), int(case["position"])
+    count = int(case["count"])
     exact, terms = attention_truth(case)
     first, second = copy.deepcopy(case), copy.deepcopy(case) | {"tickets": None}
     out, again = op(**first), op(**second)
     assert not first["tickets"].any()
     check_watermark(case, first)
     check_watermark(case, second)
-    B, cap, _, head_dim = case["qkv"].shape
-    assert out.shape == (B, cap, head_dim) and out.dtype == case["qkv"].dtype
+    assert out.shape == case["q"].shape and out.dtype == case["q"].dtype
     assert_exact(out[:, :count], exact, terms, rounded_once)
     assert_same_bits(out[:, :count], again[:, :count])
-    for part, name in ((1, "k_cache"), (2, "v_cache")):
-        expected = case[name].clone()
-        expected[:, case["head_idx"][:count].long(), t] = case["qkv"][:, :count, part]
-        assert_same_bits(first[name], expected)
+    for name in ("k_cache", "v_cache"):
+        assert_same_bits(first[name], case[name])
 
 
 def check_watermark(before: dict, after: dict) -> None:
@@ -217,22 +215,22 @@ def check_watermark(before: dict, after: dict) -> None:
     t, window, recovered, moved = int(before["position"]), before["window"], 0, []
     for start, kept in zip(before["watermark"].tolist(), before["mask"].tolist(), strict=True):
         overdue = t - start >= window
-        recovered += overdue or (kept and t > start)
-        moved.append(t + 1 if kept else t if overdue else start)
+        recovered += overdue and not kept
+        moved.append(t + 1 if kept or overdue else start)
     assert after["watermark"].tolist() == moved
     if before["recovered_total"] is not None:
         assert after["recovered_total"].item() == before["recovered_total"].item() + recovered
 
 
-def make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device, spare=0):
-    """The ring is `spare` positions longer than the window W."""
+def make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device, spare=1):
+    """The ring is `spare` positions longer than the window W, one at least."""
     watermark, selected = torch.tensor(watermark, dtype=torch.int32), torch.tensor(selected)
     missing = t - watermark
     due = (selected & (missing > 0)) | (missing >= W)
     R = W + spare
     inputs = torch.full((B, R, D), NAN)
     for head in due.nonzero().flatten().tolist():
-        positions = torch.arange(int(watermark[head]), t) % R
+        positions = torch.arange(int(watermark[head]), t + 1) % R
         inputs[:, positions] = torch.randn(B, positions.numel(), D)
     w, b = torch.randn(H, 3, head_dim, D) / D**0.5, torch.randn(H, 3, head_dim)
     w[~due], b[~due] = NAN, NAN
@@ -263,43 +261,61 @@ def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
         for head, start in enumerate(case["watermark"].tolist()):
             if t - start < W and not (case["selected"][head] and t > start):
                 continue
-            positions = torch.arange(start, t, device=untouched.device)
+            positions = torch.arange(start, t + 1, device=untouched.device)
             x, w = case["inputs"][:, positions % R].double(), case["w"][head, part].double()
             exact, terms = x @ w.T, x.abs() @ w.abs().T
             if case["b"] is not None:
                 b = case["b"][head, part].double()
                 exact, terms = exact + b, terms + b.abs()
-            assert_exact(first[name][:, head, start:t], exact, terms, rounded_once)
-            untouched[:, head, start:t] = case[name][:, head, start:t]
+            assert_exact(first[name][:, head, start : t + 1], exact, terms, rounded_once)
+            untouched[:, head, start : t + 1] = case[name][:, head, start : t + 1]
         assert_same_bits(untouched, case[name])
 
 
-def make_qkv(B, D, H, head_dim, count, dtype, device, bias=True, cap=None):
+def make_qkv(B, D, H, head_dim, count, dtype, device, bias=True, cap=None, late=(), t=3, T=7):
+    """The heads `late` have missed steps before t: what makes their keys and values holds NaN."""
     idx, kept = pick(H, cap or H, count)
     w, b = torch.randn(H, 3, head_dim, D) / D**0.5, torch.randn(H, 3, head_dim)
     w[~kept], b[~kept] = NAN, NAN
+    late = list(late)
+    w[late, 1:], b[late, 1:] = NAN, NAN
+    watermark = torch.full((H,), t, dtype=torch.int32)
+    watermark[late] = t - 1 - torch.arange(len(late), dtype=torch.int32)
+    caches = [torch.full((B, H, T, head_dim), NAN).to(device, dtype) for _ in range(2)]
     return {
         "x": randn(B, D, dtype=dtype, device=device),
         "w": w.to(device, dtype),
         "b": b.to(device, dtype) if bias else None,
         "idx": idx.to(device),
         "count": scalar(count, device),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "position": scalar(t, device),
+        "watermark": watermark.to(device) if late else None,
     }
 
 
 def check_qkv(op: Callable, case: dict, rounded_once: bool) -> None:
-    count = int(case["count"])
+    count, t = int(case["count"]), int(case["position"])
     heads = case["idx"][:count].long()
-    qkv, again = op(**case), op(**case)
+    first, second = copy.deepcopy(case), copy.deepcopy(case)
+    q, again = op(**first), op(**second)
     B, head_dim = case["x"].shape[0], case["w"].shape[2]
-    assert qkv.shape == (B, case["idx"].numel(), 3, head_dim) and qkv.dtype == case["x"].dtype
+    assert q.shape == (B, case["idx"].numel(), head_dim) and q.dtype == case["x"].dtype
     x, w = case["x"].double(), case["w"][heads].double()
     exact, terms = torch.einsum("bd,hprd->bhpr", x, w), torch.einsum("bd,hprd->bhpr", x.abs(), w.abs())
     if case["b"] is not None:
         b = case["b"][heads].double()
         exact, terms = exact + b, terms + b.abs()
-    assert_exact(qkv[:, :count], exact, terms, rounded_once)
-    assert_same_bits(qkv[:, :count], again[:, :count])
+    assert_exact(q[:, :count], exact[:, :, 0], terms[:, :, 0], rounded_once)
+    assert_same_bits(q[:, :count], again[:, :count])
+    now = torch.ones_like(heads, dtype=torch.bool) if case["watermark"] is None else case["watermark"][heads] >= t
+    for part, name in ((1, "k_cache"), (2, "v_cache")):
+        assert_exact(first[name][:, heads[now], t], exact[:, now, part], terms[:, now, part], rounded_once)
+        assert_same_bits(first[name], second[name])
+        untouched = first[name].clone()
+        untouched[:, heads[now], t] = case[name][:, heads[now], t]
+        assert_same_bits(untouched, case[name])
 
 
 def make_predict(B, N, r, threshold, live, bias, dtype, device):

@@ -40,7 +40,7 @@ def test_every_key_masked_but_the_new_one(implementation, T, t, device):
     """What a left-padded row sees at its first token; the answer is the new value itself."""
     torch.manual_seed(0)
     case = make_attention(2, 3, T, t, 20, 2, torch.float32, device, holes=1.1)
-    v_new = case["qkv"][:, :2, 2].clone()
+    v_new = case["v_cache"][:, case["head_idx"][:2].long(), t].clone()
     out = IMPLEMENTATIONS[implementation].decode_attention(**case)
     torch.testing.assert_close(out[:, :2], v_new, rtol=1e-6, atol=0)  # a softmax weight of 1, to the last bits
 
@@ -48,7 +48,7 @@ def test_every_key_masked_but_the_new_one(implementation, T, t, device):
 def test_large_scores_do_not_overflow(implementation, device):
     torch.manual_seed(0)
     case = make_attention(1, 2, 40, 35, 32, 2, torch.float32, device)
-    case["qkv"][:, :2, 0] *= 1000
+    case["q"][:, :2] *= 1000
     check_attention(IMPLEMENTATIONS[implementation].decode_attention, case, implementation == "triton")
 
 
@@ -74,9 +74,9 @@ def test_a_head_does_not_depend_on_its_neighbours(t, device, short_shares):
     torch.manual_seed(0)
     case = make_attention(3, 4, 130, t, 20, 3, torch.float16, device)
     alone = dict(case)
-    for name in ("qkv", "k_cache", "v_cache", "key_mask"):
+    for name in ("q", "k_cache", "v_cache", "key_mask"):
         alone[name] = case[name][1:2].clone()
-    alone["qkv"] = alone["qkv"].roll(-2, dims=1).contiguous()
+    alone["q"] = alone["q"].roll(-2, dims=1).contiguous()
     alone["head_idx"] = case["head_idx"].roll(-2)
     alone["count"] = torch.ones_like(case["count"])
     for name in ("k_cache", "v_cache"):
@@ -106,7 +106,7 @@ def test_moves_watermarks(implementation, count, device):
 
 def test_moves_watermarks_without_a_slot(implementation, device):
     case = make_attention(1, 3, 10, 5, 8, 0, torch.float16, device, window=4)
-    case |= {"qkv": case["qkv"][:, :0], "head_idx": case["head_idx"][:0]}
+    case |= {"q": case["q"][:, :0], "head_idx": case["head_idx"][:0]}
     check_attention(IMPLEMENTATIONS[implementation].decode_attention, case, implementation == "triton")
 
 
@@ -119,9 +119,9 @@ def test_fewer_slots_than_heads(implementation, device):
 @pytest.mark.parametrize(
     "name, change, error, match",
     [
-        ("qkv", lambda t: t.float(), TypeError, "share one dtype"),
-        ("qkv", lambda t: t[:, :, :2], ValueError, r"\[B, cap, 3, head_dim\]"),
-        ("qkv", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "contiguous"),
+        ("q", lambda t: t.float(), TypeError, "share one dtype"),
+        ("q", lambda t: t[0], ValueError, r"\[B, cap, head_dim\]"),
+        ("q", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "contiguous"),
         ("k_cache", lambda t: t[:, :, :-1], ValueError, "k_cache and v_cache"),
         ("k_cache", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "contiguous"),
         ("v_cache", lambda t: t[..., :-1], ValueError, "k_cache and v_cache"),

@@ -27,6 +27,10 @@ def implementation(request):
         (1, 20, 6, 5, 6, {}),  # all kept
         (4, 100, 3, 16, 1, {"bias": False}),
         (5, 20, 3, 20, 0, {"cap": 1}),
+        (1, 64, 5, 16, 4, {"late": [0, 2, 4]}),  # some of the kept heads have missed steps
+        (3, 40, 4, 5, 4, {"late": [1], "bias": False}),
+        (6, 33, 4, 20, 3, {"late": [0, 1, 2, 3], "t": 6}),
+        (17, 40, 3, 5, 2, {"late": [0, 2]}),
     ],
 )
 def test_matches_fp64(implementation, B, D, H, head_dim, count, kwargs, dtype, device):
@@ -63,7 +67,7 @@ def test_what_stands_beyond_the_count(B, programs, device):
     config = config_for("gather_qkv", B, 33, torch.float16)._replace(programs=programs)
     for count in (0, 1, 3):
         case = make_qkv(B, 33, 5, 5, count, torch.float16, device, cap=4)
-        check_beyond(partial(gather_qkv, config=config), case, lambda qkv, count=count: qkv[:, :count])
+        check_beyond(partial(gather_qkv, config=config), case, lambda q, count=count: q[:, :count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -88,10 +92,16 @@ def test_a_head_does_not_depend_on_its_neighbours(B, dtype, device):
         ("idx", lambda t: t.long(), TypeError, "int32"),
         ("count", lambda t: t[0], ValueError, r"count \[1\]"),
         ("w", lambda t: t.transpose(2, 3).contiguous().transpose(2, 3), ValueError, "contiguous"),
+        ("k_cache", lambda t: t[:, :-1], ValueError, "k_cache and v_cache"),
+        ("v_cache", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "contiguous"),
+        ("position", lambda t: t[0], ValueError, r"position \[1\]"),
+        ("position", lambda t: t.long(), TypeError, "int32"),
+        ("watermark", lambda t: t[:-1], ValueError, r"watermark \[3\]"),
+        ("watermark", lambda t: t.long(), TypeError, "int32"),
     ],
 )
 def test_rejects(name, change, error, match, device):
-    case = make_qkv(2, 16, 3, 5, 2, torch.float16, device)
+    case = make_qkv(2, 16, 3, 5, 2, torch.float16, device, late=[1])
     case[name] = change(case[name])
     with pytest.raises(error, match=match):
         gather_qkv(**case)
@@ -102,4 +112,4 @@ def test_rejects(name, change, error, match, device):
 @pytest.mark.parametrize("D, H", [(4096, 32), (9216, 72)])  # OPT-6.7b and OPT-66b
 def test_matches_fp64_at_model_size(B, D, H, device):
     torch.manual_seed(0)
-    check_qkv(gather_qkv, make_qkv(B, D, H, 128, H // 2, torch.float16, device), True)
+    check_qkv(gather_qkv, make_qkv(B, D, H, 128, H // 2, torch.float16, device, late=range(0, H, 3)), True)

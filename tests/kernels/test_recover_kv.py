@@ -43,9 +43,9 @@ def test_matches_fp64(implementation, B, W, D, H, head_dim, T, t, watermark, sel
     check_recover(IMPLEMENTATIONS[implementation].recover_kv, case, implementation == "triton")
 
 
-@pytest.mark.parametrize("spare", [0, 1, 3])
+@pytest.mark.parametrize("spare", [1, 3])
 def test_runs_of_every_length(implementation, spare, device):
-    """Up to the window, of heads selected or not, in a ring as long as the window or longer."""
+    """Up to the window, of heads selected or not, in a ring that just has room for the window and t, or more."""
     torch.manual_seed(0)
     t, W = 30, 8
     watermark = [t - missing for missing in range(W + 1) for _ in (0, 1)]
@@ -64,7 +64,7 @@ def test_few_programs_see_to_many_heads(programs, device, monkeypatch):
     check_recover(recover_kv, case, True)
 
 
-@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize("spare", [1, 2])
 def test_heads_that_take_turns_have_all_keys(implementation, spare, device):
     """Two sets of heads alternate and one head is never selected; at each step what a selected head attends to
     equals computing its keys and values at every position."""
@@ -88,17 +88,14 @@ def test_heads_that_take_turns_have_all_keys(implementation, spare, device):
         selected[heads] = True
         head_idx = torch.tensor([*heads, 4, -1, 2**30], dtype=torch.int32, device=device)
         count = scalar(2, device)
-        if spare:
-            ring[:, t % (W + spare)] = x[t]
+        ring[:, t % (W + spare)] = x[t]
         before = k_cache.isnan().sum((0, 2, 3))
         ops.recover_kv(ring, w, b, selected, watermark, position, k_cache, v_cache, W)
-        recovered += int((k_cache.isnan().sum((0, 2, 3)) < before).sum())
-        if not spare:
-            ring[:, t % W] = x[t]
-        qkv = ops.gather_qkv(x[t], w, b, head_idx, count)
+        recovered += int(((k_cache.isnan().sum((0, 2, 3)) < before) & ~selected).sum())
+        q_now = ops.gather_qkv(x[t], w, b, head_idx, count, k_cache, v_cache, position, watermark)
         caches = k_cache, v_cache, head_idx, count, position, key_mask
         moved = {"mask": selected, "watermark": watermark, "window": W, "recovered_total": recovered_total}
-        out = ops.decode_attention(qkv, *caches, 1.0, **moved)
+        out = ops.decode_attention(q_now, *caches, 1.0, **moved)
         q, k, v = every[0, :, heads, t], every[1, :, heads, : t + 1], every[2, :, heads, : t + 1]
         exact = ((k @ q[..., None]).squeeze(-1).softmax(-1)[:, :, None] @ v).squeeze(2)
         torch.testing.assert_close(out[:, :2].double(), exact, rtol=1e-4, atol=1e-5)

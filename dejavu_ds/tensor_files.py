@@ -100,8 +100,10 @@ def find(name: str) -> TensorFiles:
                     raise ValueError(f"{path} names {shard}, which is missing: {_WAY_OUT}")
                 files[location] = names
             return TensorFiles(files)
+    unreachable = "" if folder.is_dir() else "; or the hub cannot be reached and they are not in the cache"
     raise ValueError(
         f"no weights at {name!r}: expected {_SAFETENSORS} or {_BIN}, or the {_INDEX_SUFFIX} of either with its files"
+        f"{unreachable}"
     )
 
 
@@ -140,7 +142,8 @@ def _read_index(path: Path, suffix: str) -> dict[str, set[str]]:
     return files
 
 
-def _safetensors_entries(path: Path) -> dict[str, Entry]:
+def check_header(path: Path) -> None:
+    """ValueError for a .safetensors file whose header is longer than the file, or than any that is of use."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
@@ -149,6 +152,10 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
             f"{path} is truncated or corrupt: a header of {header} bytes in a file of {size}, of at most {_MAX_HEADER} "
             f"that are read; {_WAY_OUT}"
         )
+
+
+def _safetensors_entries(path: Path) -> dict[str, Entry]:
+    check_header(path)
     try:
         # The library compares shapes, dtypes and offsets with one another and with the size of the file.
         with safe_open(path, framework="pt") as file:

@@ -15,6 +15,7 @@ import dejavu_ds
 from dejavu_ds.checkpoint import return_freed_memory
 from dejavu_ds.launch.common import leave_job, rank, world_size
 
+HUB_NAME = "someone/tiny-opt"
 SHARED = {"dtype": torch.float32, "tensor_parallel": {"tp_size": world_size()}}
 
 
@@ -23,13 +24,14 @@ def ids() -> torch.Tensor:
 
 
 def small(folder: Path) -> dict:
-    """Logits and greedy tokens of every small checkpoint."""
+    """Logits and greedy tokens of every small checkpoint, and of one by its name on the hub."""
     results = {}
-    for path in sorted(folder.iterdir()):
+    names = {path.name: path for path in sorted(folder.iterdir())} | {HUB_NAME: HUB_NAME}
+    for name, path in names.items():
         engine = dejavu_ds.init_inference(path, **SHARED)
         tokens = ids().to(engine.device)
         generated = engine.generate(tokens, max_new_tokens=8, do_sample=False)
-        results[path.name] = {"logits": engine(tokens).logits.cpu(), "tokens": generated.cpu()}
+        results[name] = {"logits": engine(tokens).logits.cpu(), "tokens": generated.cpu()}
     return results
 
 

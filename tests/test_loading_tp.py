@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from models import tiny_opt
+from run_loading import HUB_NAME
 from test_tp import TESTS, free_port, python_path
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -46,17 +47,30 @@ def write_large(folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size="100MB")
 
 
+def put_into_hub_cache(cache: Path, folder: Path) -> None:
+    """As huggingface_hub lays it out: a snapshot of links to the files, which lie elsewhere under other names."""
+    root = cache / f"models--{HUB_NAME.replace('/', '--')}"
+    snapshot = root / "snapshots" / ("0" * 40)
+    for part in (snapshot, root / "blobs", root / "refs"):
+        part.mkdir(parents=True)
+    (root / "refs" / "main").write_text("0" * 40)
+    for i, path in enumerate(sorted(folder.iterdir())):
+        path.rename(root / "blobs" / str(i))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(i))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """(what rank 0 saw, {rank: memory}, the folder of the large checkpoint)."""
     folder = tmp_path_factory.mktemp("loading")
     for model, form in CASES:
         write_checkpoint(folder / "small" / f"{model}, {form}", tiny_opt(**SIZES, **MODELS[model]), **FORMS[form])
+    put_into_hub_cache(folder / "hub", write_checkpoint(folder / "from_hub", tiny_opt(**SIZES), files=2))
     write_checkpoint(folder / "uneven", tiny_opt(**SIZES, tie_word_embeddings=False), files=2)
     write_large(folder / "large")
     beside = Path(sys.executable).parent / "deepspeed"
     launcher = [sys.executable, str(beside)] if beside.exists() else [shutil.which("deepspeed")]
-    env = {**os.environ, "PYTHONPATH": python_path()}
+    env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     env.pop("TRITON_INTERPRET", None)
     command = [*launcher, "--num_gpus", "2", "--master_port", str(free_port()), str(TESTS / "run_loading.py"), folder]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -73,6 +87,11 @@ def test_case_07_every_form_is_hugging_faces_model(model, form, runs):
     with torch.no_grad():
         torch.testing.assert_close(got["logits"], reference(ids).logits, atol=3e-4, rtol=3e-4)
     assert torch.equal(got["tokens"], reference.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+def test_a_model_by_its_name_on_the_hub(runs):
+    got, want = runs[0]["small"][HUB_NAME], runs[0]["small"]["tied, safetensors"]
+    assert torch.equal(got["logits"], want["logits"]) and torch.equal(got["tokens"], want["tokens"])
 
 
 def test_each_rank_reads_what_deepspeed_would_leave_it(runs):

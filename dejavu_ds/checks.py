@@ -123,8 +123,15 @@ def check_quantize(config: QuantizeConfig, dtype: torch.dtype | None) -> None:
     check_bitsandbytes(config, device, dtype or torch.float16)
 
 
-def check_predictor_sizes(predictors: PredictorSet, policy: Policy, model: PreTrainedModel) -> None:
-    """ValueError for a predictor that is not calibrated, or whose sizes are not those of the model's layer."""
+def check_predictors(
+    predictors: PredictorSet, of_model: dict, policy: Policy, model: PreTrainedModel, lookahead: str | None
+) -> None:
+    """ValueError for predictors of another model or lookahead, one that is not calibrated, or whose sizes are not those
+    of the model's layer.
+
+    of_model  the model's fingerprint
+    """
+    predictors.check(of_model, model.config.num_hidden_layers, lookahead)
     for i, layer in enumerate(policy.layers(model)):
         ffn, hidden = policy.parts(layer).fc1.weight.shape
         for unit, units in (("mlp", ffn), ("heads", model.config.num_attention_heads)):

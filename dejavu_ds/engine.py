@@ -21,7 +21,7 @@ from dejavu_ds.checkpoint import Weights, open_checkpoint, return_freed_memory, 
 from dejavu_ds.checks import (
     DTYPES,
     check_model,
-    check_predictor_sizes,
+    check_predictors,
     check_quantize,
     check_selectors,
     check_tensor_parallel,
@@ -113,9 +113,8 @@ def init_inference(
         if not isinstance(predictors, PredictorSet):
             predictors = PredictorSet.from_pretrained(predictors)
         sparsity = sparsity or SparsityConfig()
-        read_weight = None if weights is None else weights.whole
-        predictors.check(fingerprint(model, read_weight), model.config.num_hidden_layers, sparsity.lookahead)
-        check_predictor_sizes(predictors, policy, model)
+        of_model = fingerprint(model, None if weights is None else weights.whole)
+        check_predictors(predictors, of_model, policy, model, sparsity.lookahead)
     return DejaVuEngine(model, ds_config, policy, predictors, sparsity, cuda_graph, quantize, weights)
 
 

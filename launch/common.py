@@ -155,7 +155,8 @@ def set_cpu_threads() -> None:
     """Share the cores among the ranks of this host; ranks that each start a thread a core mostly wait for another."""
     import torch
 
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    # DeepSpeed's launcher and torch's have names of their own for it.
+    local = int(next(filter(None, map(os.environ.get, ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))), "1"))
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
 

@@ -1,5 +1,6 @@
 """Jobs of several processes: how they end when something goes wrong, and over more than one node."""
 
+import base64
 import json
 import os
 import shutil
@@ -13,7 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.launcher import runner
 from test_tp import TESTS, free_port, python_path
+
+from dejavu_ds.launch import common
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the launcher is the same, processes share no GPU")
 
@@ -105,6 +110,39 @@ def test_ctrl_c_leaves_no_process(phase):
     finally:
         for pid in processes_of(env):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_case_13_the_visible_gpus_are_the_ones_used(monkeypatch):
+    """CUDA_VISIBLE_DEVICES=0,2 deepspeed launch/generate.py on a host of four, as docs/launching.md has it."""
+    started = []
+
+    class Started:
+        returncode = 0
+
+        def __init__(self, command, env):
+            started.append((command, env.get("CUDA_VISIBLE_DEVICES")))
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Started)
+    monkeypatch.setattr(type(runner.get_accelerator()), "device_count", lambda self: 4)
+    for options, gpus in (([], [0, 2]), (["--num_gpus", "2"], [0, 1]), (["--include", "localhost:1"], [1])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+        runner.main(["--hostfile", "/none", *options, "launch/generate.py"])
+        command, visible = started.pop()
+        world = next(argument for argument in command if argument.startswith("--world_info="))
+        assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {"localhost": gpus}
+        assert visible is None  # launch.py sets it from the above
+
+
+def test_errors_are_told_apart():
+    lost = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    assert common._is_lost_connection(lost) and common._is_lost_connection(dist.DistBackendError("NCCL error"))
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert not common._is_lost_connection(full) and not common._is_lost_connection(ValueError("gloo"))
+    assert common._is_out_of_memory(full) and common._is_out_of_memory(MemoryError())
+    assert not common._is_out_of_memory(lost) and not common._is_out_of_memory(RuntimeError("shape"))
 
 
 def node(number: int, hostfile: Path, port: int, *program: str, env=None) -> subprocess.CompletedProcess:

@@ -57,6 +57,9 @@ def open_checkpoint(name: str | os.PathLike, dtype: torch.dtype | None) -> "tupl
             f"no model at {name!r}: give a folder with config.json and weights, or a hub name such as "
             f"facebook/opt-1.3b ({_first_line(error)})"
         ) from error
+    # A garbled one fails in many ways, here and below.
+    except Exception as error:
+        raise ValueError(f"config.json of {name!r} describes no model: {_one_line(error)}") from error
     policy_for(config)
     refuse_quantized(config)
     files = tensor_files.find(name)
@@ -70,11 +73,14 @@ def open_checkpoint(name: str | os.PathLike, dtype: torch.dtype | None) -> "tupl
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype or own)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        raise ValueError(f"config.json of {name!r} describes no model: {_first_line(error)}") from error
-    # Without one the model keeps what transformers has made of config.json.
-    with contextlib.suppress(OSError):
+    except Exception as error:
+        raise ValueError(f"config.json of {name!r} describes no model: {_one_line(error)}") from error
+    try:
         model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        pass  # there is none or no JSON in it: the model keeps what transformers has made of config.json
+    except Exception as error:
+        raise ValueError(f"generation_config.json of {name!r} is garbled: {_one_line(error)}") from error
     return model.eval(), Weights(model, files)
 
 
@@ -241,6 +247,10 @@ def refuse_quantized(config: PretrainedConfig) -> None:
         f"the weights of {config._name_or_path or 'this model'} are quantised already, by {method}: {reason}. Load the "
         "checkpoint in 16 bits, and give quantize='nf4' or 'fp4' to have it packed"
     )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _first_line(error: BaseException) -> str:

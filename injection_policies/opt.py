@@ -10,12 +10,27 @@ from torch import nn
 
 from dejavu_ds.injection_policies.base import BlockParts, Embeddings
 
+_SIZES = (
+    "hidden_size",
+    "ffn_dim",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "word_embed_proj_dim",
+)
+
 
 class OPTPolicy:
     model_type = "opt"
     row_parallel = ("self_attn.out_proj", ".fc2")
 
     def check(self, config) -> None:
+        sizes = {name: getattr(config, name) for name in _SIZES}
+        if any(not isinstance(size, int) or size < 1 for size in sizes.values()):
+            raise ValueError(f"these sizes are of no model: {sizes}; correct its config.json")
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(f"hidden_size {config.hidden_size} is no multiple of {config.num_attention_heads} heads")
         if config.activation_function != "relu":
             raise ValueError(
                 f"contextual sparsity relies on ReLU's exact zeros, this model has activation_function="

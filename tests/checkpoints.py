@@ -16,8 +16,14 @@ def write_checkpoint(
     prefix  "model.decoder.", as the causal model saves itself, or "decoder.", as the model inside does
     """
     tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
+    if prefix == "decoder.":
+        head = tensors.pop("lm_head.weight")
+        if not model.config.tie_word_embeddings:
+            tensors["lm_head.weight"] = head
+    elif model.config.tie_word_embeddings and kind == "safetensors":  # .bin files have both, as one storage
         tensors.pop("lm_head.weight")
+    elif model.config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"]
     tensors = {name.replace("model.decoder.", prefix): t for name, t in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)

@@ -129,8 +129,12 @@ def test_safetensors_shapes_that_lie(shape, single):
         ("vocab_size", 2**40, r"embed_tokens\.weight is \[131, 60\]"),
         ("num_hidden_layers", 10**9, r"1000000000 layers, the weights are 5. tensors"),
         ("num_hidden_layers", 4, r"layers\.3\..* is missing"),
-        ("hidden_size", -60, r"config\.json|negative|hidden"),
-        ("num_attention_heads", 0, r"config\.json|heads"),
+        ("hidden_size", -60, r"'hidden_size': -60.*correct its config\.json"),
+        ("num_hidden_layers", 0, r"'num_hidden_layers': 0"),
+        ("num_attention_heads", 0, r"'num_attention_heads': 0"),
+        ("num_attention_heads", 7, "60 is no multiple of 7 heads"),
+        ("hidden_size", "abc", r"config\.json of .* describes no model.*expected int, got str"),
+        ("pad_token_id", 10**6, r"config\.json of .* describes no model"),
     ],
 )
 def test_configurations_that_lie(field, value, message, single):
@@ -153,6 +157,16 @@ def test_weights_that_are_no_floats_or_not_finite(single):
     load_model(single, torch.float32)
     with pytest.raises(ValueError, match=r"not finite in torch\.float16.*wider range"):
         load_model(single, torch.float16)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["[]", "null", "7", '{"model_type": 7}', "[" * 100_000])
+def test_garbled_configurations(file, text, single):
+    (single / file).write_text(text)
+    if file == "generation_config.json" and text.startswith("{"):
+        load_model(single, torch.float32)  # what transformers does not mind in it
+    else:
+        refused(single, r"(describes no model|is garbled|no model at)")
 
 
 class Payload:

@@ -12,9 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dejavu_ds
+from dejavu_ds import SparsityConfig
 from dejavu_ds.checkpoint import return_freed_memory
 from dejavu_ds.launch.common import leave_job, rank, world_size
 
+SIZES = {"hidden_size": 64, "ffn_dim": 77, "num_attention_heads": 4}
+POST_NORM = {"do_layer_norm_before": False, "word_embed_proj_dim": 24}
 HUB_NAME = "someone/tiny-opt"
 SHARED = {"dtype": torch.float32, "tensor_parallel": {"tp_size": world_size()}}
 
@@ -33,6 +36,25 @@ def small(folder: Path) -> dict:
         generated = engine.generate(tokens, max_new_tokens=8, do_sample=False)
         results[name] = {"logits": engine(tokens).logits.cpu(), "tokens": generated.cpu()}
     return results
+
+
+def sparse(path: Path, tp_size: int) -> torch.Tensor:
+    """Greedy tokens of a small post-norm checkpoint with heads and neurons left out."""
+    from models import tiny_opt
+    from test_lookahead import random_predictors
+
+    predictors = random_predictors(tiny_opt(**SIZES, **POST_NORM), "half", sizes=(64, 77, 4))
+    engine = dejavu_ds.init_inference(
+        path,
+        predictors=predictors,
+        sparsity=SparsityConfig(0.4, 0.4, recovery_window=5),
+        dtype=torch.float32,
+        tensor_parallel={"tp_size": tp_size},
+    )
+    tokens = engine.generate(ids().to(engine.device), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    report = engine.stats.report()
+    assert report.mlp_density < 0.9 and report.head_density < 0.9
+    return tokens.cpu()
 
 
 def same_parts(folder: Path) -> dict:
@@ -87,6 +109,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[-1])
     results = {"small": small(folder / "small"), "parts": same_parts(folder / "uneven")}
+    results["sparse"] = sparse(folder / "small" / "350m, bin", world_size())
     if rank() == 0:
         torch.save(results, folder / "results.pt")
     figures = memory(folder / "large") if (folder / "large").exists() else {}

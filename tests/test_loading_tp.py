@@ -11,14 +11,12 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from models import tiny_opt
-from run_loading import HUB_NAME
+from run_loading import HUB_NAME, POST_NORM, SIZES, sparse
 from test_tp import TESTS, free_port, python_path
 from transformers import OPTConfig, OPTForCausalLM
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="a rank needs a GPU of its own")
 
-SIZES = {"hidden_size": 64, "ffn_dim": 77, "num_attention_heads": 4}
-POST_NORM = {"do_layer_norm_before": False, "word_embed_proj_dim": 24}
 MODELS = {"tied": {}, "untied": {"tie_word_embeddings": False}, "350m": POST_NORM}
 FORMS = {
     "safetensors": {"files": 1},
@@ -60,9 +58,10 @@ def put_into_hub_cache(cache: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, request):
     """(what rank 0 saw, {rank: memory}, the folder of the large checkpoint)."""
     folder = tmp_path_factory.mktemp("loading")
+    request.addfinalizer(lambda: shutil.rmtree(folder))  # a gigabyte, also when something fails
     for model, form in CASES:
         write_checkpoint(folder / "small" / f"{model}, {form}", tiny_opt(**SIZES, **MODELS[model]), **FORMS[form])
     put_into_hub_cache(folder / "hub", write_checkpoint(folder / "from_hub", tiny_opt(**SIZES), files=2))
@@ -73,11 +72,10 @@ def runs(tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     env.pop("TRITON_INTERPRET", None)
     command = [*launcher, "--num_gpus", "2", "--master_port", str(free_port()), str(TESTS / "run_loading.py"), folder]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     memory = {rank: json.loads((folder / f"memory{rank}.json").read_text()) for rank in range(2)}
-    yield torch.load(folder / "results.pt", weights_only=True), memory, folder / "large"
-    shutil.rmtree(folder)
+    return torch.load(folder / "results.pt", weights_only=True), memory, folder / "large"
 
 
 @pytest.mark.parametrize("model, form", CASES)
@@ -92,6 +90,12 @@ def test_case_07_every_form_is_hugging_faces_model(model, form, runs):
 def test_a_model_by_its_name_on_the_hub(runs):
     got, want = runs[0]["small"][HUB_NAME], runs[0]["small"]["tied, safetensors"]
     assert torch.equal(got["logits"], want["logits"]) and torch.equal(got["tokens"], want["tokens"])
+
+
+def test_sparse_tokens_of_a_post_norm_model_do_not_depend_on_the_size(runs, tmp_path):
+    alone = sparse(write_checkpoint(tmp_path / "model", tiny_opt(**SIZES, **POST_NORM)), 1)
+    assert torch.equal(runs[0]["sparse"], alone) and alone.shape == (2, 49)
+    assert not torch.equal(alone[:, :17], runs[0]["small"]["350m, bin"]["tokens"]), "it must leave something out"
 
 
 def test_each_rank_reads_what_deepspeed_would_leave_it(runs):

@@ -19,7 +19,7 @@ from dejavu_ds.selection import Listeners, Selector
 
 
 class SparseBlock(nn.Module):
-    """A pre-norm decoder layer whose decode step reads only the selected heads and neurons.
+    """A decoder layer, pre-norm or post-norm, whose decode step reads only the selected heads and neurons.
 
     Life: built around a Hugging Face layer, whose children it takes over under their own names, so that DeepSpeed
     finds and shards them (and fills them from a checkpoint); `pack` then turns the shards into the gather layout and
@@ -31,8 +31,12 @@ class SparseBlock(nn.Module):
         decode   one token a sequence: sparse where selectors are attached
     """
 
-    def __init__(self, layer: nn.Module, layer_idx: int, policy: Policy, head_dim: int) -> None:
+    def __init__(
+        self, layer: nn.Module, layer_idx: int, policy: Policy, head_dim: int, norm_first: bool = True
+    ) -> None:
         super().__init__()
+        self.norm_first = norm_first
+        """Whether the norms are before their units; otherwise they are after, over the sum."""
         self.layer_idx = layer_idx
         self.head_dim = head_dim
         self._policy = policy
@@ -52,9 +56,9 @@ class SparseBlock(nn.Module):
         self.attention_norm, self.attention = parts.attention_norm, attention
         self.mlp_norm, self.mlp = parts.mlp_norm, mlp
         self.at_attention = Listeners()
-        """Selectors, of this layer or the next, that listen to the attention's normalised input."""
+        """Selectors, of this layer or the next, that listen to the attention's input."""
         self.at_mlp = Listeners()
-        """Selectors that listen to the MLP's normalised input."""
+        """Selectors that listen to the MLP's input."""
         self._window = 0
 
     def attach(
@@ -89,17 +93,26 @@ class SparseBlock(nn.Module):
         keep: "PerToken | None" = None,
     ) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]; `keep` masks heads and neurons at every position, for evaluation."""
-        x = self.attention_norm(hidden)
+        x = self.unit_input(self.attention_norm, hidden)
         keep_heads = keep_neurons = None
         if keep is not None:
             keep.tap(self.at_attention.selectors, x)
             keep_heads = keep.of(self.attention.selector)
-        hidden = hidden + self.attention.prefill(x, layer, cache, mask, keep_heads)
-        x = self.mlp_norm(hidden)
+        hidden = self.added(self.attention_norm, hidden, self.attention.prefill(x, layer, cache, mask, keep_heads))
+        x = self.unit_input(self.mlp_norm, hidden)
         if keep is not None:
             keep.tap(self.at_mlp.selectors, x)
             keep_neurons = keep.of(self.mlp.selector)
-        return hidden + self.mlp.prefill(x, keep_neurons)
+        return self.added(self.mlp_norm, hidden, self.mlp.prefill(x, keep_neurons))
+
+    def unit_input(self, norm: nn.LayerNorm, hidden: torch.Tensor) -> torch.Tensor:
+        """What the unit of `norm` reads of the residual stream [..., D]."""
+        return norm(hidden) if self.norm_first else hidden
+
+    def added(self, norm: nn.LayerNorm, hidden: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The residual stream [..., D] after the unit of `norm` has added y."""
+        hidden = hidden + y
+        return hidden if self.norm_first else norm(hidden)
 
     def decode(
         self,
@@ -114,17 +127,23 @@ class SparseBlock(nn.Module):
         """One token a sequence.
 
         Args:
-            hidden: [B, D], the residual stream, updated in place.
-            x: [B, D], its norm, this block's input.
-            norm, ring, last: of the next block's attention, or of the head; see `SparseMLP.decode`.
+            hidden: [B, D], the residual stream, updated in place; a post-norm block does not use it.
+            x: [B, D], this block's input: the norm of `hidden`, or in a post-norm model the stream itself.
+            norm: of the next block's attention, or of the head; a post-norm block uses its own.
+            ring, last: of the next block's attention, or of the head; see `SparseMLP.decode`.
 
         Returns:
             [B, D], the next block's input.
         """
+        after_attention = self.mlp_norm
+        if not self.norm_first:
+            after_attention, norm = self.attention_norm, Norm.of(self.mlp_norm)
+            # The sum is made in place, and selectors may still be reading x on a stream of their own.
+            hidden = x.clone()
         self.at_attention.begin(x, cache)
-        x = self.attention.decode(x, hidden, layer, cache, Norm.of(self.mlp_norm))
+        x = self.attention.decode(x, hidden, layer, cache, Norm.of(after_attention))
         self.at_mlp.begin(x, cache)
-        return self.mlp.decode(x, hidden, cache, norm, ring, last)
+        return self.mlp.decode(x, hidden if self.norm_first else x.clone(), cache, norm, ring, last)
 
     def forward(
         self,
@@ -143,11 +162,12 @@ class SparseBlock(nn.Module):
         if strangers:
             raise TypeError(f"transformers passes its cache as {strangers}, which this block does not know")
         past = cache if cache is not None else past_key_values
-        q, k, v = self.attention.project(self.attention_norm(hidden_states))
+        hidden = hidden_states
+        q, k, v = self.attention.project(self.unit_input(self.attention_norm, hidden))
         if past is not None:
             k, v = past.update(k, v, self.layer_idx)
-        hidden = hidden_states + self.attention.attend(q, k, v, attention_mask)
-        return hidden + self.mlp.prefill(self.mlp_norm(hidden))
+        hidden = self.added(self.attention_norm, hidden, self.attention.attend(q, k, v, attention_mask))
+        return self.added(self.mlp_norm, hidden, self.mlp.prefill(self.unit_input(self.mlp_norm, hidden)))
 
 
 class PerToken:

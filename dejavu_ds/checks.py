@@ -87,8 +87,11 @@ def _ds_keywords() -> set[str]:
     return set(fields) | {field.alias for field in fields.values() if field.alias}
 
 
-def check_model(model: PreTrainedModel, policy: Policy) -> None:
-    """ValueError for a model of a known family that is not a plain one with weights and a language-model head."""
+def check_model(model: PreTrainedModel, policy: Policy, on_meta: bool = False) -> None:
+    """ValueError for a model of a known family that is not a plain one with weights and a language-model head.
+
+    on_meta  its weights are still to be read
+    """
     name = type(model).__name__
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language-model head; load the model with AutoModelForCausalLM")
@@ -100,7 +103,7 @@ def check_model(model: PreTrainedModel, policy: Policy) -> None:
     strangers = {str(p.dtype) for p in model.parameters() if not p.is_floating_point()}
     if strangers:
         raise ValueError(f"this {name} has weights of {', '.join(sorted(strangers))}; load it in 16 or 32 bits")
-    if any(p.is_meta for p in model.parameters()):
+    if not on_meta and any(p.is_meta for p in model.parameters()):
         raise ValueError(f"the weights of this {name} are on the meta device; load them first")
 
 
@@ -120,8 +123,15 @@ def check_quantize(config: QuantizeConfig, dtype: torch.dtype | None) -> None:
     check_bitsandbytes(config, device, dtype or torch.float16)
 
 
-def check_predictor_sizes(predictors: PredictorSet, policy: Policy, model: PreTrainedModel) -> None:
-    """ValueError for a predictor that is not calibrated, or whose sizes are not those of the model's layer."""
+def check_predictors(
+    predictors: PredictorSet, of_model: dict, policy: Policy, model: PreTrainedModel, lookahead: str | None
+) -> None:
+    """ValueError for predictors of another model or lookahead, one that is not calibrated, or whose sizes are not those
+    of the model's layer.
+
+    of_model  the model's fingerprint
+    """
+    predictors.check(of_model, model.config.num_hidden_layers, lookahead)
     for i, layer in enumerate(policy.layers(model)):
         ffn, hidden = policy.parts(layer).fc1.weight.shape
         for unit, units in (("mlp", ffn), ("heads", model.config.num_attention_heads)):

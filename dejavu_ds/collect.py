@@ -32,8 +32,8 @@ _BACKWARD_TOKENS = 1024
 class LayerRecord:
     """What one layer did with T tokens. 16-bit, but for the residual.
 
-    attention     [T, D] normalised input of the attention
-    mlp           [T, D] normalised input of the MLP
+    attention     [T, D] what q, k and v read (`dejavu_ds.taps`)
+    mlp           [T, D] what fc1 reads
     head_outputs  [T, D] heads' outputs side by side, the input of out_proj
     activation    [T, F] relu of fc1: a neuron is active iff its value is above zero
     residual      [T]    fp32, squared norm of the residual stream after the block
@@ -82,8 +82,8 @@ def watching(model: nn.Module, sink: Callable[[int, str, torch.Tensor], None]) -
     try:
         for index, layer in enumerate(policy.layers(model)):
             parts = policy.parts(layer)
-            on_output(parts.attention_norm, index, "attention")
-            on_output(parts.mlp_norm, index, "mlp")
+            on_input(parts.q, index, "attention")
+            on_input(parts.fc1, index, "mlp")
             on_input(parts.out, index, "head_outputs")
             on_input(parts.fc2, index, "activation")
             on_output(layer, index, "residual")

@@ -40,9 +40,9 @@ class TensorParallel:
     def with_one_shot(self, width: int, device: torch.device) -> "TensorParallel":
         """The same, with a faster sum of decode steps' partial results [B, width] where the GPUs allow it; collective.
 
-        Where they do not, a warning says why, and everything goes through NCCL.
+        Where they do not, a warning says why, and everything goes through NCCL; as it does between hosts.
         """
-        if self.size == 1 or device.type != "cuda":
+        if self.size == 1 or device.type != "cuda" or _local_ranks(self.size) < self.size:
             return self
         problem = ""
         try:
@@ -89,6 +89,11 @@ class TensorParallel:
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
         sizes[self.rank] = local
         return int(self.all_reduce(sizes)[: self.rank].sum())
+
+
+def _local_ranks(size: int) -> int:
+    """Ranks of the job on this host, as the launcher (DeepSpeed's or torch's) says; `size` where none does."""
+    return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
 class OneShotSum:

@@ -63,10 +63,13 @@ def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, token
         [B, V] logits of the next token.
     """
     blocks = policy.layers(model)
-    norms = [Norm.of(norm) for norm in (*(block.attention_norm for block in blocks), policy.final_norm(model))]
+    norm_first = blocks[0].norm_first
+    # Those that make a block's input; the norms of a post-norm block are its own affair.
+    norms = [Norm.of(block.attention_norm) if norm_first else None for block in blocks]
+    norms.append(Norm.of(policy.final_norm(model)))
     rings = [*(layer.inputs for layer in cache.layers), None]
     ops, tables = ops_for(tokens.device), policy.embeddings(model)
-    if tables is None:
+    if tables is None or norms[0] is None:
         hidden = policy.embed(model, tokens[:, None], cache.position_ids[:, None]).squeeze(1)
         x = ops.add_norm(None, None, hidden, norms[0], rings[0], cache.position)
     else:

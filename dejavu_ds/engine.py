@@ -17,11 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dejavu_ds import decode, generation
 from dejavu_ds.block import PerToken, SparseBlock
 from dejavu_ds.cache import DejaVuCache, LayerShape
-from dejavu_ds.checkpoint import load_model
+from dejavu_ds.checkpoint import Weights, open_checkpoint, return_freed_memory, tie
 from dejavu_ds.checks import (
     DTYPES,
     check_model,
-    check_predictor_sizes,
+    check_predictors,
     check_quantize,
     check_selectors,
     check_tensor_parallel,
@@ -57,8 +57,9 @@ def init_inference(
     """In place of `deepspeed.init_inference`: an engine whose decode step reads only the weights that matter.
 
     Args:
-        model: hub name or folder of an OPT, or a loaded `OPTForCausalLM`. A loaded model is taken over, as DeepSpeed
-            does: its layers are replaced in place and it is moved and converted; keep a copy if you need the original.
+        model: hub name or folder of an OPT, of which each rank reads its own part, block by block; or a loaded
+            `OPTForCausalLM`. A loaded model is taken over, as DeepSpeed does: its layers are replaced in place and it
+            is moved and converted; keep a copy if you need the original.
         config: DeepSpeed inference configuration, a dict (not changed) or the path of a JSON file.
         predictors: folder, hub id or loaded `PredictorSet`; None runs every head and neuron.
         sparsity: densities and mode; None takes the predictor set's defaults.
@@ -74,7 +75,8 @@ def init_inference(
         A `deepspeed.InferenceEngine` with `forward` and `generate`.
 
     Raises:
-        ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong.
+        ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong. Only a
+            weight that is not finite is noticed as it is read, by the ranks that read it.
     """
     ds_config = merge_config(config, kwargs)
     if not isinstance(model, str | os.PathLike | PreTrainedModel):
@@ -95,14 +97,15 @@ def init_inference(
     asked_dtype = DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None
     if quantize is not None:
         check_quantize(quantize, asked_dtype)
+    weights = None
     if not isinstance(model, PreTrainedModel):
-        model = load_model(model, asked_dtype)
+        model, weights = open_checkpoint(model, asked_dtype)
     # pydantic refuses unknown keywords by name.
     ds_config = DeepSpeedInferenceConfig(dtype=dtype if dtype is not None else model.dtype, **ds_config)
     if ds_config.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of float32, float16, bfloat16, got {ds_config.dtype}")
     policy = policy_for(model.config)
-    check_model(model, policy)
+    check_model(model, policy, on_meta=weights is not None)
     if quantize is not None:
         quantize.check_rows(model.config.hidden_size)
     check_tensor_parallel(ds_config, model.config)
@@ -110,9 +113,9 @@ def init_inference(
         if not isinstance(predictors, PredictorSet):
             predictors = PredictorSet.from_pretrained(predictors)
         sparsity = sparsity or SparsityConfig()
-        predictors.check(fingerprint(model), model.config.num_hidden_layers, sparsity.lookahead)
-        check_predictor_sizes(predictors, policy, model)
-    return DejaVuEngine(model, ds_config, policy, predictors, sparsity, cuda_graph, quantize)
+        of_model = fingerprint(model, None if weights is None else weights.whole)
+        check_predictors(predictors, of_model, policy, model, sparsity.lookahead)
+    return DejaVuEngine(model, ds_config, policy, predictors, sparsity, cuda_graph, quantize, weights)
 
 
 class DejaVuEngine(InferenceEngine):
@@ -138,6 +141,7 @@ class DejaVuEngine(InferenceEngine):
         sparsity: SparsityConfig | None,
         cuda_graph: bool,
         quantize: QuantizeConfig | None = None,
+        weights: Weights | None = None,
     ) -> None:
         model.eval().requires_grad_(False)
         # Our blocks take Hugging Face's mask as scaled_dot_product_attention does, whatever the model was loaded with.
@@ -145,7 +149,7 @@ class DejaVuEngine(InferenceEngine):
         tied = model.config.tie_word_embeddings
         layers = policy.layers(model)
         for i, layer in enumerate(layers):
-            layers[i] = SparseBlock(layer, i, policy, policy.head_dim(model.config))
+            layers[i] = SparseBlock(layer, i, policy, policy.head_dim(model.config), policy.norm_first(model.config))
         config.injection_policy = {SparseBlock: policy.row_parallel}
         dtype = config.dtype
         if dtype not in get_accelerator().supported_dtypes():
@@ -153,7 +157,14 @@ class DejaVuEngine(InferenceEngine):
             config.dtype = torch.float32
         on_host = config.keep_module_on_host
         # The device need not hold the whole model in 16 bit: its blocks come to it one by one, and are packed there.
-        config.keep_module_on_host |= quantize is not None and get_accelerator().device_name() != "cpu"
+        in_turn = weights is not None or quantize is not None
+        config.keep_module_on_host |= in_turn and get_accelerator().device_name() != "cpu"
+        if weights is not None:
+            # DeepSpeed cuts the blocks and the head on the meta device, where that takes nothing. What is whole on
+            # every rank is read before: DeepSpeed would give storage to all of a model that begins without.
+            config.keep_module_on_host = True
+            weights.fill(model, "", torch.device("cpu"), model.dtype, leave_out=(layers, model.lm_head))
+            tie(model)
         with no_compilation():
             super().__init__(model, config)
         config.dtype, config.keep_module_on_host = dtype, on_host
@@ -163,10 +174,11 @@ class DejaVuEngine(InferenceEngine):
         self.predictors = predictors
         self.sparsity = sparsity
         tp = TensorParallel.of(self.mp_group if config.tensor_parallel.tp_size > 1 else None)
-        device = self.device if quantize is None else torch.device(get_accelerator().current_device_name())
+        moved = in_turn and not (on_host and quantize is None)
+        device = torch.device(get_accelerator().current_device_name()) if moved else self.device
         self.tp = tp.with_one_shot(self.module.config.hidden_size, device)
         self._ops = ops_for(device)
-        self._pack(device)
+        self._pack(device, weights)
         head = self.module.lm_head
         if isinstance(head, LmHeadLinearAllreduce):
             embedding = self.module.get_input_embeddings().weight if tied else None
@@ -181,16 +193,22 @@ class DejaVuEngine(InferenceEngine):
         if predictors is not None:
             self.attach(self.predictor_selectors(predictors, sparsity), sparsity)
 
-    def _pack(self, device: torch.device) -> None:
-        """The blocks' weights into the gather layout, and into 4 bits if asked for: a block's 16-bit weights are gone
-        before those of the next come to the device."""
-        if self.quantize is None:
-            for block in self.blocks:
-                block.pack(self._ops, self.tp, frozen)
-            return
-        ops = packed_ops.packed_ops_for(device)
-        for block in self.blocks:
-            block.to(device).pack(ops, self.tp, partial(pack, config=self.quantize))
+    def _pack(self, device: torch.device, weights: Weights | None) -> None:
+        """The blocks' weights, read if they are not yet, into the gather layout, and into 4 bits if asked for: a
+        block's unpacked weights are gone before those of the next come to the device."""
+        ops, store = self._ops, frozen
+        if self.quantize is not None:
+            ops, store = packed_ops.packed_ops_for(device), partial(pack, config=self.quantize)
+        prefix = next(f"{name}." for name, module in self.module.named_modules() if module is self.blocks)
+        for i, block in enumerate(self.blocks):
+            if weights is not None:
+                weights.fill(block, f"{prefix}{i}.", device, self.dtype)
+            block.to(device).pack(ops, self.tp, store)
+            return_freed_memory()
+        if weights is not None:
+            if not self.module.config.tie_word_embeddings:
+                weights.fill(self.module.lm_head, "lm_head.", device, self.dtype)
+            weights.close()
         self.module.to(device)
 
     @property

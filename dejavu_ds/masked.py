@@ -33,7 +33,7 @@ def masking(model: nn.Module, predictors: PredictorSet, densities: dict[str, flo
     handles = []
 
     def remember(module: nn.Module, tap: Tap) -> None:
-        handles.append(module.register_forward_hook(lambda _, __, output: taps.__setitem__(tap, output)))
+        handles.append(module.register_forward_pre_hook(lambda _, inputs: taps.__setitem__(tap, inputs[0])))
 
     def mask(module: nn.Module, predictor, threshold: float, tap: Tap, group: int) -> None:
         def hook(_, inputs):
@@ -45,8 +45,8 @@ def masking(model: nn.Module, predictors: PredictorSet, densities: dict[str, flo
     try:
         for index, layer in enumerate(layers):
             parts = policy.parts(layer)
-            remember(parts.attention_norm, Tap(index, "attention"))
-            remember(parts.mlp_norm, Tap(index, "mlp"))
+            remember(parts.q, Tap(index, "attention"))
+            remember(parts.fc1, Tap(index, "mlp"))
         for unit in UNITS:
             for index, density in enumerate(predictors.densities(unit, densities[unit])):
                 if density == 1:

@@ -105,7 +105,7 @@ def observe(
 
 def _attention(block: SparseBlock, hidden: torch.Tensor, keep: PerToken, top: TopUnits, sums: _Sums) -> torch.Tensor:
     attention, layer = block.attention, block.layer_idx
-    x = block.attention_norm(hidden)
+    x = block.unit_input(block.attention_norm, hidden)
     keep.tap(block.at_attention.selectors, x)
     kept = keep.of(attention.selector)
     outputs = []
@@ -123,7 +123,7 @@ def _attention(block: SparseBlock, hidden: torch.Tensor, keep: PerToken, top: To
     sums.add("needed heads", layer, 0 if kept is None else needed.sum())
     sums.add("found heads", layer, 0 if kept is None else (needed & kept).sum())
     _norms("attention", layer, hidden, y, sums)
-    return hidden + y
+    return block.added(block.attention_norm, hidden, y)
 
 
 def _mlp(
@@ -135,7 +135,7 @@ def _mlp(
     sums: _Sums,
 ) -> torch.Tensor:
     mlp, layer = block.mlp, block.layer_idx
-    x = block.mlp_norm(hidden)
+    x = block.unit_input(block.mlp_norm, hidden)
     keep.tap(block.at_mlp.selectors, x)
     kept = keep.of(mlp.selector)
     active = linear(x, mlp.fc1, mlp.b1) > 0
@@ -148,7 +148,7 @@ def _mlp(
         sums.add(f"kept union {size}", layer, mlp.neurons if kept is None else _union(kept[0, order], size))
     y = mlp.prefill(x)
     _norms("mlp", layer, hidden, y, sums)
-    return hidden + y
+    return block.added(block.mlp_norm, hidden, y)
 
 
 def _union(sets: torch.Tensor, size: int) -> torch.Tensor:

@@ -218,7 +218,7 @@ class PredictorSet(ModelHubMixin):
         content = storage.read_config(folder / storage.CONFIG_FILE)
         tensors = storage.read_tensors(folder / storage.WEIGHTS_FILE)
         try:
-            return cls(
+            predictors = cls(
                 lookahead=content["lookahead"],
                 fingerprint=content["fingerprint"],
                 **_predictors(content, tensors),
@@ -232,6 +232,8 @@ class PredictorSet(ModelHubMixin):
                 f"{folder / storage.CONFIG_FILE} is garbled ({type(error).__name__}: {error}): copy it again or "
                 f"{storage.WAY_OUT}"
             ) from error
+        storage.check_sum(folder, content.get("sha256"))
+        return predictors
 
     def _content(self) -> dict:
         return {

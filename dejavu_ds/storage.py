@@ -4,6 +4,7 @@ No pickle: reading a set runs no code. Whatever is wrong with the files is found
 `dejavu_ds.predictor`, before the set is used, as a ValueError that names the file and the way out.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -15,11 +16,13 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 
 from dejavu_ds.resume import replace_file
+from dejavu_ds.tensor_files import check_header
 
 WEIGHTS_FILE = "predictors.safetensors"
 CONFIG_FILE = "predictors.json"
 FORMAT, VERSION = "dejavu_ds.predictors", 1
 WAY_OUT = "train a set with launch/train_predictors.py"
+_HASHED_AT_A_TIME = 2**22
 _SECTIONS = {"lookahead": str, "predictors": dict, "budgets": dict, "fingerprint": dict, "metadata": dict}
 
 
@@ -34,8 +37,10 @@ def write(folder: str | os.PathLike, content: dict, tensors: dict[str, torch.Ten
     # The JSON file goes first and comes last, so that a set with one is whole, whenever the program is stopped.
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     # Not save_file: it makes a file that only its owner may read.
-    replace_file(folder / WEIGHTS_FILE, serialize(tensors))
-    text = json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1)
+    data = serialize(tensors)
+    replace_file(folder / WEIGHTS_FILE, data)
+    checksum = hashlib.sha256(data).hexdigest()
+    text = json.dumps({"format": FORMAT, "version": VERSION, "sha256": checksum, **content}, indent=1)
     replace_file(folder / CONFIG_FILE, f"{text}\n".encode())
 
 
@@ -84,6 +89,7 @@ def read_config(path: Path) -> dict:
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The safetensors file, on the CPU; all values finite."""
     try:
+        check_header(path)
         tensors = load_file(path)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: the set is incomplete; copy it again or {WAY_OUT}") from error
@@ -91,6 +97,24 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path} is truncated or corrupt ({error}): copy it again or {WAY_OUT}") from error
     check_finite(tensors)
     return tensors
+
+
+def check_sum(folder: Path, expected: object) -> None:
+    """ValueError unless the weights in `folder` have the sha256 that their JSON file has; None: it was saved without.
+
+    For what no other check finds, which say better what is wrong: a weight that is another one.
+    """
+    if expected is None:
+        return
+    path, digest = folder / WEIGHTS_FILE, hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASHED_AT_A_TIME):
+            digest.update(block)
+    if (found := digest.hexdigest()) != expected:
+        raise ValueError(
+            f"{path} is not the file that was saved: its sha256 is {found}, {CONFIG_FILE} has {expected}; copy both "
+            f"again or {WAY_OUT}"
+        )
 
 
 def check_finite(tensors: dict[str, torch.Tensor]) -> None:

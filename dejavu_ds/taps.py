@@ -11,10 +11,12 @@ UNITS = ("mlp", "heads")
 
 
 class Tap(NamedTuple):
-    """A place in the model: the normalised input of one unit of one decoder block, [..., D].
+    """A place in the model: the input of one unit of one decoder block, [..., D].
 
     `point` is "attention" (what q, k and v read) or "mlp" (what fc1 reads). In a pre-norm block that is the
-    output of the layer norm before the unit.
+    output of the layer norm before the unit. In a post-norm block it is the residual stream itself: for "mlp" the
+    output of the norm over the attention's sum, for "attention" that of the norm which ends the block before, and in
+    block 0, which has no block before it, the sum of the embeddings.
     """
 
     layer: int

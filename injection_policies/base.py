@@ -9,7 +9,8 @@ from torch import nn
 class BlockParts(NamedTuple):
     """The modules of one decoder layer, under names that hold for every family.
 
-    `q`, `k`, `v`, `fc1` split by output row under tensor parallelism, `out` and `fc2` by input column.
+    `q`, `k`, `v`, `fc1` split by output row under tensor parallelism, `out` and `fc2` by input column. The norms stand
+    before their units or after them, as the policy's `norm_first` says.
     """
 
     attention_norm: nn.Module
@@ -47,6 +48,10 @@ class Policy(Protocol):
         """The modules of one layer, of Hugging Face's or of ours before packing."""
 
     def head_dim(self, config) -> int: ...
+
+    def norm_first(self, config) -> bool:
+        """Whether a unit reads a norm of the residual stream and adds to the stream (pre-norm), or reads the stream
+        itself and the norm is of the sum, which is the stream from there on (post-norm)."""
 
     def embed(self, model: nn.Module, inputs: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """[B, S] ids or [B, S, D] embeddings and [B, S] positions (0 for a sequence's first token) -> [B, S, D]."""

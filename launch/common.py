@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -95,6 +96,45 @@ def exit_with_error(program: str, message: str) -> NoReturn:
     sys.exit(2)
 
 
+def exit_as_rank(program: str, error: Exception) -> NoReturn:
+    """End one of several ranks on an error that is no bad input: what it was is said last, with exit status 1.
+
+    When a rank is gone, the others find their connections cut and fail too. So those wait for the launcher to end them,
+    and speak only if nobody does, as on another host: the error that began it stays the last one to be seen.
+    """
+    message = str(error).strip() or type(error).__name__
+    if _is_lost_connection(error):
+        time.sleep(_PATIENCE_S)
+        message = f"another rank is gone, its own output says why ({message.splitlines()[0]})"
+    elif _is_out_of_memory(error):
+        message = (
+            f"out of memory: {message.splitlines()[0]} More processes split the model further, --quantize nf4 makes it "
+            "smaller, shorter prompts and fewer at a time need less beside it"
+        )
+    else:
+        message = f"{''.join(traceback.format_exception(error))}{program}: error: {type(error).__name__}: {message}"
+    text = message if message.startswith("Traceback") else f"{program}: error: {message}"
+    print(f"{text} [rank {rank()}]", file=sys.stderr, flush=True)
+    # Not by the interpreter's own end, which waits for communication with ranks that are elsewhere.
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether a collective failed, as it does when another rank has ended."""
+    import torch.distributed as dist
+
+    # Gloo's errors have no type of their own.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    # Nor has that of torch's allocator on a CPU.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Import DeepSpeed and transformers with their logs on standard error, so that standard output is ours."""
@@ -115,7 +155,8 @@ def set_cpu_threads() -> None:
     """Share the cores among the ranks of this host; ranks that each start a thread a core mostly wait for another."""
     import torch
 
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    # DeepSpeed's launcher and torch's have names of their own for it.
+    local = int(next(filter(None, map(os.environ.get, ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))), "1"))
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
 
@@ -147,18 +188,22 @@ def leave_job() -> None:
 
 def run_program(parser: Parser, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
     """What every program does once its arguments are checked: quiet set-up, `run(args)`, a clean end."""
-    with quiet_imports():
-        import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
-    quiet_other_ranks()
-    set_cpu_threads()
     try:
+        with quiet_imports():
+            import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
+        quiet_other_ranks()
+        set_cpu_threads()
         with reported_errors(parser.prog):
             run(args)
+        leave_job()
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr, flush=True)
         # As `exit_with_error` does, and as a shell reports a signal.
         (os._exit if world_size() > 1 else sys.exit)(130)
-    leave_job()
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        exit_as_rank(parser.prog, error)
 
 
 def torch_dtype(name: str):

@@ -138,11 +138,10 @@ def test_heads_that_do_not_divide(monkeypatch):
     "make, message",
     [
         (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99)), r"gpt2.*supported: opt"),
-        (lambda: tiny_opt(do_layer_norm_before=False), "post-norm"),
         (lambda: tiny_opt(activation_function="gelu"), "gelu"),
         (lambda: "no/such/folder/at-all", "no/such/folder"),
     ],
-    ids=["family", "post-norm", "activation", "folder"],
+    ids=["family", "activation", "folder"],
 )
 def test_models_without_a_policy(make, message):
     with pytest.raises(ValueError, match=message):

@@ -49,8 +49,8 @@ class MaskedReference:
     def __init__(self, model, predictors, densities, start):
         self.model, self.start, self.taps = model, start, {}
         for l, layer in enumerate(model.model.decoder.layers):
-            for point, norm in (("attention", layer.self_attn_layer_norm), ("mlp", layer.final_layer_norm)):
-                norm.register_forward_hook(lambda m, a, out, key=(l, point): self.taps.__setitem__(key, out))
+            for point, reader in (("attention", layer.self_attn.q_proj), ("mlp", layer.fc1)):
+                reader.register_forward_pre_hook(lambda m, args, key=(l, point): self.taps.__setitem__(key, args[0]))
             for unit, module, group in (("mlp", layer.fc2, 1), ("heads", layer.self_attn.out_proj, HEAD_DIM)):
                 predictor = predictors.of(unit)[l]
                 if predictor is None:

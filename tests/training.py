@@ -27,10 +27,10 @@ class WordTokenizer:
         return " ".join(map(str, ids))
 
 
-def tiny_model() -> OPTForCausalLM:
+def tiny_model(**overrides) -> OPTForCausalLM:
     """Three layers, D 32, F 64, 8 heads, a sparse ReLU."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 8}
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 8, **overrides}
     config = OPTConfig(**sizes, num_hidden_layers=3, vocab_size=60, max_position_embeddings=64, init_std=0.15)
     model = OPTForCausalLM(config).eval()
     for layer in model.model.decoder.layers:

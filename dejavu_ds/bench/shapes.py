@@ -44,7 +44,7 @@ class Shape:
         )
 
 
-# (hidden, ffn, heads, layers); opt-350m is post-norm and left out, as the engine refuses it.
+# (hidden, ffn, heads, layers); opt-350m is post-norm and left out: shapes here are pre-norm.
 _PUBLISHED = {
     "opt-125m": (768, 3072, 12, 12),
     "opt-1.3b": (2048, 8192, 32, 24),

@@ -260,6 +260,52 @@ def test_decode(tmp_path, capsys, device):
         assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
 
 
+def test_quantize_is_ours_alone(tmp_path):
+    arguments = [
+        "decode",
+        "--shape",
+        TINY,
+        "--contexts",
+        "24",
+        "--steps",
+        "4",
+        "--generate-tokens",
+        "0",
+        "--dtype",
+        "fp32",
+    ]
+    rows = run(tmp_path, *arguments, "--systems", "hf-eager", "dense", "sparse", "--quantize", "nf4")["rows"]
+    assert [(row["system"], row["quantize"]) for row in rows] == [
+        ("hf-eager", None),
+        ("dense", "nf4"),
+        ("sparse", "nf4"),
+    ]
+    assert all(row["ms_median"] > 0 for row in rows)
+    # Half of the rows of fc2 are skipped; what is left of the linears takes 0.5625 bytes a weight in place of 4.
+    shape = parse_shape(TINY)
+    linears = shape.layers * (4 * shape.hidden**2 + 2 * shape.ffn * shape.hidden)
+    read = linears - shape.layers * shape.ffn * shape.hidden / 2
+    assert rows[0]["step_bytes"] - rows[1]["step_bytes"] == pytest.approx(4 * linears - 0.5625 * read, rel=1e-3)
+
+
+@torch.no_grad()
+def test_random_weights_come_block_by_block(device):
+    """The engine that gets its blocks one by one holds what one over a whole random model holds, packed or not."""
+    whole = source(device).engine()
+    for quantize in (None, "nf4"):
+        engine = source(device, quantize=quantize)._block_by_block()
+        head, embedding = engine.module.lm_head.weight, engine.module.get_input_embeddings().weight
+        assert head.data_ptr() == embedding.data_ptr()
+        for block, other in zip(engine.blocks, whole.blocks, strict=True):
+            for name in ("fc1", "fc2"):
+                weight, expected = getattr(block.mlp, name), getattr(other.mlp, name)
+                assert weight.shape == expected.shape and weight.device == expected.device
+                if quantize is None:
+                    assert weight.std().item() == pytest.approx(expected.std().item(), rel=0.05)
+            torch.testing.assert_close(block.mlp.b1, other.mlp.b1)
+            torch.testing.assert_close(block.mlp_norm.weight, other.mlp_norm.weight)
+
+
 def test_batch(tmp_path):
     arguments = ["batch", "--shape", TINY, "--dtype", "fp32", *QUICK, "--batch-sizes", "1", "3", "--mlp-density", ".1"]
     rows = run(tmp_path, *arguments, "--systems", "dense", "sparse")["rows"]

@@ -252,6 +252,7 @@ def _traffic(plan: Plan, system: System, load: Load, ms: float) -> dict[str, Any
         context=load.context,
         ranks=ranks,
         active_share=active,
+        quantize=source.quantize if isinstance(system, Ours) else None,
         **kept,
     )
     if source.predictors is not None and isinstance(system, Sparse):
@@ -295,6 +296,7 @@ def _describe(plan: Plan, name: str, load: Load) -> dict[str, Any]:
         batch=load.batch,
         context=load.context,
         dtype=str(source.dtype).removeprefix("torch."),
+        quantize=source.quantize if name in ("dense", "sparse") else None,
         mlp_density=plan.mlp_density if sparse else 1.0,
         head_density=plan.head_density if sparse else 1.0,
         variant="kernel injection" if kernels else None,

@@ -9,11 +9,13 @@ from dejavu_ds import DejaVuEngine, PredictorSet, init_inference
 from dejavu_ds.bench.shapes import Shape
 from dejavu_ds.bench.systems import quiet_stdout
 from dejavu_ds.bench.traffic import check_memory, model_bytes
-from dejavu_ds.bench.weights import random_model, random_shards
+from dejavu_ds.bench.weights import RandomWeights, empty_model, random_model, random_shards
 from dejavu_ds.checkpoint import load_model
 from dejavu_ds.collectives import no_compilation
 from dejavu_ds.fingerprint import fingerprint
 from dejavu_ds.injection_policies import policy_for
+from dejavu_ds.kernels import packed_ops
+from dejavu_ds.quantize import QuantizeConfig
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Source:
     checkpoint    folder or hub name; None: random weights
     predictors    trained for the checkpoint; None: random ones
     active_share  of the neurons, with random weights (see `weights.fill`)
+    quantize      our engine's weights in 4 bits, "nf4" or "fp4"; None: as they are. The others' stay as they are
     """
 
     shape: Shape
@@ -36,13 +39,15 @@ class Source:
     checkpoint: str | None = None
     predictors: PredictorSet | None = None
     active_share: float = 0.5
+    quantize: str | None = None
     _model: torch.nn.Module | None = field(default=None, repr=False)
     _engine: DejaVuEngine | None = field(default=None, repr=False)
 
-    def check_memory(self) -> None:
-        """Raise ValueError where one rank's share of the model cannot fit."""
-        needed = model_bytes(self.shape, self.dtype.itemsize, self.tp)
-        dtype = str(self.dtype).removeprefix("torch.")
+    def check_memory(self, ours_only: bool) -> None:
+        """Raise ValueError where one rank's share of the model cannot fit, packed if only our engine is to run."""
+        quantize = self.quantize if ours_only else None
+        needed = model_bytes(self.shape, self.dtype.itemsize, self.tp, quantize)
+        dtype = quantize or str(self.dtype).removeprefix("torch.")
         check_memory(needed, self.device, f"{self.shape.name} in {dtype} over {self.tp} rank(s)")
 
     def fresh_model(self):
@@ -89,20 +94,26 @@ class Source:
             return deepspeed.init_inference(model, dtype=self.dtype, tensor_parallel={"tp_size": self.tp}, **options)
 
     def _ours(self) -> DejaVuEngine:
-        if self.tp > 1 and self.checkpoint is None:
-            return random_shards(self.shape, self.dtype, self.active_share, self._split_by_engine)
+        if self.checkpoint is None and (self.tp > 1 or self.quantize is not None):
+            self.close()  # what Hugging Face's systems shared is of no use here
+            return self._block_by_block()
         model = self.model() if self.tp == 1 else load_model(self.checkpoint, self.dtype)
         if self.predictors is not None:
             self.predictors.check(fingerprint(model), self.shape.layers)
         self._model = None
         with quiet_stdout():
-            return init_inference(model, dtype=self.dtype, tensor_parallel={"tp_size": self.tp})
+            return init_inference(model, dtype=self.dtype, quantize=self.quantize, tensor_parallel={"tp_size": self.tp})
 
-    def _split_by_engine(self, model) -> DejaVuEngine:
-        """`init_inference` refuses a model without weights; the engine itself shards it like any other."""
+    def _block_by_block(self) -> DejaVuEngine:
+        """With random weights, which `init_inference` does not know; the engine takes them as it takes a checkpoint's.
+
+        Within DeepSpeed a module that begins without storage is cut like any other.
+        """
         from deepspeed.inference.config import DeepSpeedInferenceConfig
 
+        model = empty_model(self.shape, self.dtype)
         config = DeepSpeedInferenceConfig(dtype=self.dtype, tensor_parallel={"tp_size": self.tp})
+        graphs = self.device.type == "cuda" and (self.quantize is None or packed_ops.CAPTURABLE)
+        quantize, weights = QuantizeConfig.of(self.quantize), RandomWeights(self.shape.hidden, self.active_share)
         with quiet_stdout():
-            graphs = self.device.type == "cuda"
-            return DejaVuEngine(model, config, policy_for(model.config), None, None, cuda_graph=graphs)
+            return DejaVuEngine(model, config, policy_for(model.config), None, None, graphs, quantize, weights)

@@ -55,12 +55,16 @@ def step_bytes(
     return round(shape.layers * layer + ends)
 
 
-def model_bytes(shape: Shape, itemsize: int, tp: int = 1) -> int:
-    """Bytes that one rank needs to hold the model while it is set up: its shard, one layer more, both embeddings."""
+def model_bytes(shape: Shape, itemsize: int, tp: int = 1, quantize: str | None = None) -> int:
+    """Bytes that one rank needs to hold the model while it is set up: its shard, one layer more, both embeddings.
+
+    quantize  key of `QUANTIZED_BYTES` for the layers; the one more and the embeddings are not packed
+    """
     D = shape.hidden
     layer = shape.block_parameters / tp
     ends = (shape.vocab + shape.positions + 2) * D + shape.vocab * D / tp
-    return round(((shape.layers + 1) * layer + ends) * itemsize)
+    packed = itemsize if quantize is None else QUANTIZED_BYTES[quantize]
+    return round(shape.layers * layer * packed + (layer + ends) * itemsize)
 
 
 def cache_bytes(shape: Shape, itemsize: int, tp: int, batch: int, tokens: int) -> int:

@@ -74,9 +74,7 @@ def calls(
         if kernel == "gather_up_proj":
             return gather_up_proj(x, weights[i], None, *sets[i], relu=True, config=config)
         if kernel == "gather_qkv":
-            return gather_qkv(
-                x, weights[i].view(units, 3, -1, D), None, *sets[i], *caches, position, config=config
-            )
+            return gather_qkv(x, weights[i].view(units, 3, -1, D), None, *sets[i], *caches, position, config=config)
         return gather_down_proj(h, weights[i], *sets[i], group=group, skip_zeros=not heads, config=config)
 
     return [lambda config, i=i: call(i, config) for i in range(R)]

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import NormalDist
 
 import torch
@@ -39,6 +39,40 @@ def random_shards(shape: Shape, dtype: torch.dtype, active_share: float, split: 
     return engine
 
 
+class RandomWeights:
+    """In the place of a checkpoint's `Weights`: a rank's part of each block is made when its turn comes, so that an
+    engine never holds more than what it keeps, packed or not, and one block.
+
+    Args:
+        hidden: width of the model.
+        active_share: see `fill`.
+    """
+
+    def __init__(self, hidden: int, active_share: float) -> None:
+        self._hidden, self._active_share = hidden, active_share
+
+    @torch.no_grad()
+    def fill(
+        self,
+        module: nn.Module,
+        prefix: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        leave_out: Collection[nn.Module] = (),
+    ) -> None:
+        """As `Weights.fill`."""
+        for name, child in module.named_children():
+            if child not in leave_out:
+                self.fill(child, f"{prefix}{name}.", device, dtype, leave_out)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = torch.empty(parameter.shape, dtype=dtype, device=device)
+            _fill_one(prefix + name, value, self._hidden, self._active_share)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
 @torch.no_grad()
 def fill(model: nn.Module, active_share: float) -> None:
     """Random weights in place: normal with deviation 0.02 as OPT is initialised, norms 1, biases 0.
@@ -51,14 +85,19 @@ def fill(model: nn.Module, active_share: float) -> None:
             weights give on normalised inputs. 0.5 is a bias of 0.
     """
     for name, parameter in model.named_parameters():
-        last = name.rpartition(".")[2]
-        if name.endswith(("fc1.bias", "mlp.b1")):
-            deviation = _STD * math.sqrt(model.config.hidden_size)
-            parameter.fill_(deviation * NormalDist().inv_cdf(min(active_share, 1 - 1e-6)))
-        elif "norm" in name and last == "weight":
-            parameter.fill_(1)
-        elif last.endswith("bias") or parameter.dim() == 1:
-            parameter.zero_()
-        else:
-            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-            parameter.normal_(0, _STD, generator=generator)
+        _fill_one(name, parameter, model.config.hidden_size, active_share)
+
+
+def _fill_one(name: str, tensor: torch.Tensor, hidden: int, active_share: float) -> None:
+    """hidden  inputs that fc1 adds up."""
+    last = name.rpartition(".")[2]
+    if name.endswith(("fc1.bias", "mlp.b1")):
+        deviation = _STD * math.sqrt(hidden)
+        tensor.fill_(deviation * NormalDist().inv_cdf(min(active_share, 1 - 1e-6)))
+    elif "norm" in name and last == "weight":
+        tensor.fill_(1)
+    elif last.endswith("bias") or tensor.dim() == 1:
+        tensor.zero_()
+    else:
+        generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
+        tensor.normal_(0, _STD, generator=generator)

@@ -74,8 +74,9 @@ def _gather_qkv_kernel(
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_b[:, None] & mask_n[None, :])
 
 
-def _check(x, w, b, idx, count) -> None:
-    if x.dim() != 2 or w.dim() != 4 or w.shape[1] != 3 or w.shape[3] != x.shape[1]:
+def check_qkv(x, w, b, idx, count) -> None:
+    """ValueError or TypeError for what `gather_qkv` refuses; w may be packed."""
+    if x.dim() != 2 or len(w.shape) != 4 or w.shape[1] != 3 or w.shape[3] != x.shape[1]:
         raise ValueError(
             f"expected x [B, D] and w [H, 3, head_dim, D] with one D, got {tuple(x.shape)} and {tuple(w.shape)}"
         )
@@ -84,7 +85,7 @@ def _check(x, w, b, idx, count) -> None:
     check_gather(idx, count, w, 1)
     if x.dtype != w.dtype or (b is not None and b.dtype != x.dtype):
         raise TypeError(f"x, w and b must share one dtype, got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}")
-    if not all(t.is_contiguous() for t in (x, w, idx) + (() if b is None else (b,))):
+    if not all(t.is_contiguous() for t in (x, w, idx, b) if torch.is_tensor(t)):
         raise ValueError("x, w, b and idx must be contiguous; call .contiguous() once at load time, not per step")
 
 
@@ -104,7 +105,7 @@ def gather_qkv(
         ValueError: wrong shapes, or tensors that are not contiguous.
         TypeError: wrong or mixed dtypes.
     """
-    _check(x, w, b, idx, count)
+    check_qkv(x, w, b, idx, count)
     (B, D), head_dim, cap = x.shape, w.shape[2], idx.numel()
     y = torch.empty(B, cap, 3, head_dim, device=x.device, dtype=x.dtype)
     c = config or config_for("gather_qkv", B, D, x.dtype)

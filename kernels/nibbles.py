@@ -14,6 +14,7 @@ a plain lookup in the table in memory, which is exact. Everything else is one co
 """
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -35,18 +36,21 @@ class Lookup(NamedTuple):
 
     pairs  a word to 8 registers of two fp16 elements each, in order
     bytes  4 bytes to their high nibbles and their low ones, in fp16
+    add, add_half  a word times a number added to 16 sums in fp32, to 8 pairs of sums in fp16
     table  [32] int32, what the assembly takes as arguments, each 8 times; or fp32 [16], the table
     """
 
     pairs: str
     bytes: str
+    add: str
+    add_half: str
     table: torch.Tensor
 
 
 def lookup_of(w: PackedWeight, dtype: torch.dtype) -> Lookup:
     """The lookup for a weight and activations of `dtype`; the one place where it is chosen."""
     if _INTERPRETED or dtype.itemsize != 2:
-        return Lookup("", "", w.code)
+        return Lookup("", "", "", "", w.code)
     return permute_lookup(w.code_values, w.device)
 
 
@@ -66,7 +70,13 @@ def permute_lookup(code: tuple[float, ...], device: torch.device | str) -> Looku
     first = torch.tensor([low for half in planes for low, _ in half], dtype=torch.int64).to(torch.int32)
     second = tuple(high for half in planes for _, high in half)
     negative = min(code[:8]) < 0
-    return Lookup(_pairs_asm(second, negative), _bytes_asm(second, negative), first.repeat_interleave(8).to(device))
+    return Lookup(
+        _pairs_asm(second, negative),
+        _bytes_asm(second, negative),
+        _add_asm(second, negative),
+        _add_half_asm(second, negative),
+        first.repeat_interleave(8).to(device),
+    )
 
 
 # Of two bytes' nibbles, where low and high bytes are that make up a pair of fp16: elements 0 and 1, and 2 and 3;
@@ -75,39 +85,85 @@ _IN_ORDER = ("0x4051", "0x6273")
 _BY_NIBBLE = ("0x7351", "0x6240")
 
 
+_REGISTERS = "{ .reg .b32 s, c, la, ha, lb, hb, a, b;"
+
+
 def _pairs_asm(second: tuple[int, ...], negative: bool) -> str:
-    lines = ["{ .reg .b32 s, c, la, ha, lb, hb, a, b, w0, w1;", "mov.b64 {w0, w1}, $8;"]
-    for word in (0, 1):
-        lines.append(f"mov.b32 s, w{word}; xor.b32 c, w{word}, 0x88888888;")
-        lines += _two_bytes(second, negative, 9, _IN_ORDER, (4 * word, 4 * word + 1))
-        lines.append("shr.u32 s, s, 16; shr.u32 c, c, 16;")
-        lines += _two_bytes(second, negative, 9, _IN_ORDER, (4 * word + 2, 4 * word + 3))
-    return "\n".join([*lines, "}"])
+    outs = [f"${i}" for i in range(8)]
+    return "\n".join([_REGISTERS, *_word(second, negative, "$8", range(9, 13), outs), "}"])
 
 
 def _bytes_asm(second: tuple[int, ...], negative: bool) -> str:
     return "\n".join(
         [
-            "{ .reg .b32 s, c, la, ha, lb, hb, a, b;",
+            _REGISTERS,
             "mov.b32 s, $4; xor.b32 c, $4, 0x88888888;",
-            *_two_bytes(second, negative, 5, _BY_NIBBLE, (0, 2)),
+            *_two_bytes(second, negative, range(5, 21, 4), _BY_NIBBLE, ("$0", "$2")),
             "shr.u32 s, s, 16; shr.u32 c, c, 16;",
-            *_two_bytes(second, negative, 5, _BY_NIBBLE, (1, 3)),
+            *_two_bytes(second, negative, range(5, 21, 4), _BY_NIBBLE, ("$1", "$3")),
             "}",
         ]
     )
 
 
+def _add_asm(second: tuple[int, ...], negative: bool) -> str:
+    """Outputs 16 sums; arguments the word, the factor, the table, 16 sums before. Nothing is done for a factor of 0."""
+    outs = [f"v{i}" for i in range(8)]
+    return "\n".join(
+        [
+            _REGISTERS,
+            ".reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g; .reg .pred p;",
+            *(f"mov.f32 ${i}, ${22 + i};" for i in range(16)),
+            "setp.eq.f32 p, $17, 0f00000000; @p bra DONE;",
+            *_word(second, negative, "$16", range(18, 22), outs),
+            *(
+                f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, ${2 * i};"
+                f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, ${2 * i + 1};"
+                for i in range(8)
+            ),
+            "DONE: }",
+        ]
+    )
+
+
+def _add_half_asm(second: tuple[int, ...], negative: bool) -> str:
+    """The same for 8 pairs of sums."""
+    outs = [f"v{i}" for i in range(8)]
+    return "\n".join(
+        [
+            _REGISTERS,
+            ".reg .b32 v<8>, t; .reg .b16 e; .reg .pred p;",
+            *(f"mov.b32 ${i}, ${14 + i};" for i in range(8)),
+            "setp.eq.f32 p, $9, 0f00000000; @p bra DONE;",
+            "cvt.rn.f16.f32 e, $9; mov.b32 t, {e, e};",
+            *_word(second, negative, "$8", range(10, 14), outs),
+            *(f"fma.rn.f16x2 ${i}, v{i}, t, ${i};" for i in range(8)),
+            "DONE: }",
+        ]
+    )
+
+
+def _word(second: tuple[int, ...], negative: bool, word: str, table: range, outs: list[str]) -> list[str]:
+    """16 elements of a register of 64 bits into 8 of pairs."""
+    lines = [f".reg .b32 w0, w1; mov.b64 {{w0, w1}}, {word};"]
+    for half in (0, 1):
+        lines.append(f"mov.b32 s, w{half}; xor.b32 c, w{half}, 0x88888888;")
+        lines += _two_bytes(second, negative, table, _IN_ORDER, outs[4 * half : 4 * half + 2])
+        lines.append("shr.u32 s, s, 16; shr.u32 c, c, 16;")
+        lines += _two_bytes(second, negative, table, _IN_ORDER, outs[4 * half + 2 : 4 * half + 4])
+    return lines
+
+
 def _two_bytes(
-    second: tuple[int, ...], negative: bool, table: int, order: tuple[str, str], outs: tuple[int, int]
+    second: tuple[int, ...], negative: bool, table: range, order: tuple[str, str], outs: Sequence[str]
 ) -> list[str]:
     """The 4 nibbles at the low end of s, and in c those with the fourth bits turned over, into two registers."""
-    lookups = zip(("la", "ha", "lb", "hb"), second, ("s", "s", "c", "c"), strict=True)
+    lookups = zip(("la", "ha", "lb", "hb"), table, second, ("s", "s", "c", "c"), strict=True)
     difference = "b, a" if negative else "a, b"
     return [
-        *(f"prmt.b32 {out}, ${table + i}, {high}, {sel};" for i, (out, high, sel) in enumerate(lookups)),
+        *(f"prmt.b32 {out}, ${first}, {high}, {sel};" for out, first, high, sel in lookups),
         *(
-            f"prmt.b32 a, la, ha, {pair}; prmt.b32 b, lb, hb, {pair}; sub.rn.f16x2 ${out}, {difference};"
+            f"prmt.b32 a, la, ha, {pair}; prmt.b32 b, lb, hb, {pair}; sub.rn.f16x2 {out}, {difference};"
             for pair, out in zip(order, outs, strict=True)
         ),
     ]
@@ -128,9 +184,6 @@ _DOT_ASM = tl.constexpr(
     + "".join(f"fma.rn.f16x2 {'st'[i % 2]}, ${1 + i}, ${9 + i}, {'st'[i % 2]};\n" for i in range(2, 8))
     + "add.rn.f16x2 s, s, t; mov.b32 {a, b}, s; cvt.f32.f16 f, a; cvt.f32.f16 g, b; add.f32 $0, f, g; }"
 )
-_PAIR_OF = "{ .reg .b16 a; .reg .b32 s; cvt.rn.f16.f32 a, $2; mov.b32 s, {a, a};"
-_TIMES_ASM = tl.constexpr(_PAIR_OF + "mul.rn.f16x2 $0, $1, s; }")
-_ADD_ASM = tl.constexpr(_PAIR_OF + "fma.rn.f16x2 $0, $1, s, $3; }")
 _SPLIT_ASM = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 
 
@@ -148,7 +201,7 @@ def load_table(table_ptr, offs, ASM: tl.constexpr):
 def decode_pairs(q, table, ASM: tl.constexpr):
     """16 elements of each int64 of q as 8 int32, two fp16 in each."""
     return tl.inline_asm_elementwise(
-        ASM, "=r,=r,=r,=r,=r,=r,=r,=r,l,r,r,r,r", [q, table[0], table[1], table[2], table[3]],
+        ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r,r,r,r", [q, table[0], table[1], table[2], table[3]],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -162,15 +215,28 @@ def split_pairs(pairs):
 
 
 @triton.jit
-def times_pairs(pairs, s):
-    """Both fp16 of each int32 times s, which is fp32, in half precision."""
-    return tl.inline_asm_elementwise(_TIMES_ASM, "=r,r,f", [pairs, s], dtype=tl.int32, is_pure=True, pack=1)
+def add_word(acc, q, s, table, ASM: tl.constexpr):
+    """The 16 tensors acc, fp32, and s times the elements of q, a tensor of words."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&f" + ",=&f" * 15 + ",l,f,r,r,r,r" + ",f" * 16,
+        [q, s, table[0], table[1], table[2], table[3],
+         acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+         acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
+               tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def add_pairs(pairs, s, acc):
-    """acc, of the same kind, and `times_pairs`, rounded once."""
-    return tl.inline_asm_elementwise(_ADD_ASM, "=r,r,f,r", [pairs, s, acc], dtype=tl.int32, is_pure=True, pack=1)
+def add_word_half(acc, q, s, table, ASM: tl.constexpr):
+    """The same of 8 tensors of pairs in fp16, in half precision."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&r" + ",=&r" * 7 + ",l,f,r,r,r,r" + ",r" * 8,
+        [q, s, table[0], table[1], table[2], table[3],
+         acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -195,8 +261,9 @@ def decode_bytes(p, table, dtype: tl.constexpr, ASM: tl.constexpr):
         high = tl.load(table[0] + (p >> 4))
         low = tl.load(table[0] + (p & 15))
     else:
+        # An argument of 32 bits comes as 4 registers where 4 bytes come as one.
         high, low = tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r", [p, table[0], table[1], table[2], table[3]],
+            ASM, "=&r,=&r,=&r,=&r,r" + ",r" * 16, [p, table[0], table[1], table[2], table[3]],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
     return high.to(dtype), low.to(dtype)

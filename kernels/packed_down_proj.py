@@ -6,9 +6,9 @@ decoding.
 
 The twin multiplies decoded elements, rounded to the dtype of h, and so does the kernel with tensor cores, from 5 tokens
 on. With fewer it multiplies the table's values by h times the scale, in fp32; for 16-bit activations the table is
-rounded to fp16. With `half` in its configuration h times the scale is rounded to fp16 too, and as many products are
-added in fp16 as a thread holds rows at a time: h times a weight must then stay below 8192, and what lies below 2 ** -14
-loses digits.
+rounded to fp16. With `half` in its configuration, for one token in fp16, h times the scale is rounded to fp16 too, and
+as many products are added in fp16 as a thread holds rows at a time: h times a weight must then stay below 8192, and
+what lies below 2 ** -14 loses digits.
 """
 
 import torch
@@ -20,16 +20,15 @@ from dejavu_ds.kernels.dense import packed_times_ref
 from dejavu_ds.kernels.gather_down_proj import check_down, shares_of
 from dejavu_ds.kernels.nibbles import (
     WORD,
-    add_pairs,
+    add_word,
+    add_word_half,
     decode,
     decode_bytes,
-    decode_pairs,
     load_table,
     lookup_of,
     offset_of,
     scales,
     split_pairs,
-    times_pairs,
 )
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
@@ -114,33 +113,30 @@ def _weights(
 def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr):
     """acc, 16 tensors a token, and h * absmax * the elements of q."""
     for u in tl.static_range(STEPS):
-        w = decode(q[u], table, ASM)
         new = ()
-        for b in tl.static_range(BLOCK_B):
-            s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u]
-            for i in tl.static_range(_WORD):
-                new = new + (acc[b * _WORD + i] + s * w[i],)
+        if BLOCK_B == 1 and ASM != "":
+            # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
+            new = add_word(acc, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
+        else:
+            w = decode(q[u], table, ASM)
+            for b in tl.static_range(BLOCK_B):
+                s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u]
+                for i in tl.static_range(_WORD):
+                    new = new + (acc[b * _WORD + i] + s * w[i],)
         acc = new
     return acc
 
 
 @triton.jit
-def _add_half(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr):
-    """The same, added up over the steps in half precision."""
+def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, ASM: tl.constexpr):
+    """The same for one token, added up over the steps in half precision."""
     sums = ()
+    for _ in tl.static_range(_WORD // 2):
+        sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
     for u in tl.static_range(STEPS):
-        w = decode_pairs(q[u], table, ASM)
-        new = ()
-        for b in tl.static_range(BLOCK_B):
-            s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u]
-            for i in tl.static_range(_WORD // 2):
-                if u == 0:
-                    new = new + (times_pairs(w[i], s),)
-                else:
-                    new = new + (add_pairs(w[i], s, sums[b * (_WORD // 2) + i]),)
-        sums = new
+        sums = add_word_half(sums, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
     out = ()
-    for i in tl.static_range(BLOCK_B * _WORD // 2):
+    for i in tl.static_range(_WORD // 2):
         low, high = split_pairs(sums[i])
         out = out + (acc[2 * i] + low, acc[2 * i + 1] + high)
     return out
@@ -207,7 +203,7 @@ def _sum_of_rows(
             h_ptr, idx_ptr, place + BLOCK_N, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
         )
         if HALF:
-            acc = _add_half(acc, q, absmax, h, table, BLOCK_B, STEPS, ASM)
+            acc = _add_half(acc, q, absmax, h, table, STEPS, ASM)
         else:
             acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, ASM)
         q, absmax, h = next_q, next_absmax, next_h
@@ -275,7 +271,7 @@ def _packed_down_proj_kernel(
     DOT: tl.constexpr,
     HALF: tl.constexpr,
     STAGES: tl.constexpr,
-    PAIRS: tl.constexpr,
+    WORDS: tl.constexpr,
     BYTES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -297,7 +293,7 @@ def _packed_down_proj_kernel(
         y = _sum_of_rows(
             h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
             first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, HALF, PAIRS,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, HALF, WORDS,
         )  # fmt: skip
     offs_b = first_b + tl.arange(0, BLOCK_B)
     offs_d = strip * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -329,6 +325,7 @@ def packed_down_proj(
     B, D = h.shape[0], w.shape[1]
     c = config or config_for("packed_down_proj" if group == 1 else "packed_out_proj", B, D, h.dtype)
     lookup = lookup_of(w, h.dtype)
+    half = c.half and c.block_b == 1 and lookup.pairs != "" and h.dtype == torch.float16
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out[None]
     _packed_down_proj_kernel[(strips, len(y), tiles)](
@@ -343,9 +340,9 @@ def packed_down_proj(
         ROWS=min(c.block_n, packed_rows_at_once(c)),
         BLOCK_D=c.block_d,
         DOT=c.dot,
-        HALF=c.half and lookup.pairs != "" and h.dtype == torch.float16,
+        HALF=half,
         STAGES=c.stages,
-        PAIRS=lookup.pairs,
+        WORDS=lookup.add_half if half else lookup.add if c.block_b == 1 else lookup.pairs,
         BYTES=lookup.bytes,
         num_warps=c.warps,
         **launch_options(),

@@ -23,7 +23,7 @@ from kernel_cases import (
 )
 
 from dejavu_ds.kernels import gather_down_proj, packed_recover_kv, packed_weight
-from dejavu_ds.kernels.configs import token_block
+from dejavu_ds.kernels.configs import Config, token_block
 from dejavu_ds.kernels.dense import as_tensor, linear, times
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.kernels.packed_down_proj import packed_down_proj
@@ -77,11 +77,12 @@ def over_packed(op, case: dict, config: QuantizeConfig, exactly: bool = False):
 def product_error(dtype: torch.dtype, dot: bool, half: float = 0.0) -> float:
     """What a kernel rounds of its products besides the sum in fp32, relative to their magnitudes.
 
-    Tensor cores take the table's or the decoded values in the dtype; for 16 bits the compiled lookup holds the table in
-    fp16. `half`: how many roundings to half precision a product passes.
+    Tensor cores take the table's or the decoded values in the dtype, which the interpreter does not round but cut off
+    for bf16; for 16 bits the compiled lookup holds the table in fp16. `half`: how many roundings to half precision a
+    product passes.
     """
     compiled = torch.cuda.is_available() and dtype != torch.float32
-    in_dtype = torch.finfo(dtype).eps / 2 if dot else 0.0
+    in_dtype = dot * torch.finfo(dtype).eps / (1 if dtype == torch.bfloat16 and not compiled else 2)
     return 1.01 * (in_dtype + 2**-11 * (compiled + half * (compiled and dtype == torch.float16)))
 
 
@@ -204,16 +205,16 @@ def tiny(B: int, rows: int, columns: int, programs: int) -> Config:
     return Config(block_b, 16 if dot else rows, 64 if dot else columns, dot, 3 if dot else 1, 1, programs)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 100])
+@pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("B", [2, 6])
-@pytest.mark.parametrize("group, cap, counts", [(1, 20, (0, 1, 4, 5, 16)), (6, 5, (0, 1, 3))])
+@pytest.mark.parametrize("group, cap, counts", [(1, 8, (0, 1, 5)), (6, 3, (0, 1, 2))])
 def test_what_stands_beyond_the_count(group, cap, counts, B, programs, device):
     torch.manual_seed(0)
     for count in counts:
-        case = make_up(B, 64, 30, count, group, True, True, torch.float16, device, cap=cap)
+        case = make_up(B, 64, 12, count, group, True, True, torch.float16, device, cap=cap)
         op = over_packed(partial(packed_up_proj, config=tiny(B, 2, 32, programs)), case, NF4)
         check_beyond(op, case, lambda y, end=count * group: y[:, :end])
-        case = make_down(B, 64, 30, count, group, True, torch.float16, device, cap=cap)
+        case = make_down(B, 64, 12, count, group, True, torch.float16, device, cap=cap)
         op = over_packed(partial(packed_down_proj, config=tiny(B, 8, 32, programs)), case, NF4)
         check_beyond(op, case, lambda y: y)
 
@@ -239,7 +240,7 @@ def run_case(seed: int, device: str) -> None:
     dtype, D, B = rng.choice(list(DTYPES.values())), rng.choice((128, 384)), rng.choice((1, 2, 3, 4, 5, 16, 17))
     config = QuantizeConfig(rng.choice(("nf4", "fp4")), rng.choice((64, 128)), rng.random() < 0.3)
     kind, bias = rng.choice(("up", "qkv", "down", "recover")), rng.random() < 0.5
-    units, group = rng.randint(1, 12), rng.choice((1, 4))
+    units, group = rng.randint(1, 7), rng.choice((1, 3))
     # What is read of no weight is NaN, and there is no mean of all scales then.
     cap = units if config.nested else rng.randint(1, units)
     count = units if config.nested else rng.randint(0, cap)
@@ -258,7 +259,7 @@ def run_case(seed: int, device: str) -> None:
         op = over_packed(partial(packed_up_proj, config=given), case, config, exactly=True)
         return check_up(op, case, *rounded_of("triton", dtype, B, UP_HALF))
     if kind == "qkv":
-        case = make_qkv(B, D, units, rng.choice((3, 8)), min(count, 4), dtype, device, bias=bias, cap=cap)
+        case = make_qkv(B, D, units, rng.choice((2, 5)), min(count, 4), dtype, device, bias=bias, cap=cap)
         if config.nested:
             case["w"].nan_to_num_(0.5)
         op = over_packed(PACKED_TRITON.gather_qkv, case, config, exactly=True)

@@ -22,7 +22,7 @@ from kernel_cases import (
     randn,
 )
 
-from dejavu_ds.kernels import gather_down_proj, packed_recover_kv, packed_weight
+from dejavu_ds.kernels import gather_down_proj, packed_recover_kv, packed_rows, packed_weight
 from dejavu_ds.kernels.configs import Config, token_block
 from dejavu_ds.kernels.dense import as_tensor, linear, times
 from dejavu_ds.kernels.ops import ops_for
@@ -271,6 +271,20 @@ def run_case(seed: int, device: str) -> None:
     given = rng.choice((None, tiny(B, rng.choice((8, 16)), 64, 9)))
     op = over_packed(partial(packed_down_proj, config=given), case, config, exactly=True)
     return check_down(op, case, *rounded_of("triton", dtype, B))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("config", [NF4, FP4, NESTED], ids=str)
+@pytest.mark.parametrize("rows, columns", [((0, 10), (0, 384)), ((3, 4), (128, 256)), ((10, 10), (0, 128))], ids=str)
+def test_a_tile_has_the_bits_of_bitsandbytes(rows, columns, config, dtype, device, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(packed_rows, "_BLOCK", 128)
+    weight = randn(2, 5, 384, dtype=dtype, device=device)
+    w, tile = pack(weight, config), (slice(*rows), slice(*columns))
+    expected = decoded(weight, config).flatten(0, 1)[tile]
+    assert torch.equal(packed_rows.packed_tile_ref(w, *tile), expected)
+    if torch.cuda.is_available() or dtype != torch.bfloat16:  # the interpreter does not round to bf16 but cuts off
+        assert torch.equal(packed_rows.packed_tile(w, *tile), expected)
 
 
 def test_a_weight_in_16_bits_is_left_to_torch(device):

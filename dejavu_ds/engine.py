@@ -32,8 +32,8 @@ from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
 from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
-from dejavu_ds.kernels import packed_ops
 from dejavu_ds.kernels.ops import ops_for
+from dejavu_ds.kernels.packed_ops import packed_ops_for
 from dejavu_ds.mlp import frozen
 from dejavu_ds.predictor import PredictorSet
 from dejavu_ds.quantize import QuantizeConfig, pack
@@ -68,8 +68,7 @@ def init_inference(
             the activations and of what is not packed.
         **kwargs: DeepSpeed's own keywords under their own names, such as `dtype` and `tensor_parallel`. Without
             `dtype` the model keeps the one it has (DeepSpeed would convert to fp16). `enable_cuda_graph`, True here
-            on a GPU by default, replays each decode step as one CUDA graph, at every tensor-parallel size; not yet
-            with `quantize`.
+            on a GPU by default, replays each decode step as one CUDA graph, at every tensor-parallel size.
 
     Returns:
         A `deepspeed.InferenceEngine` with `forward` and `generate`.
@@ -88,12 +87,9 @@ def init_inference(
     quantize = QuantizeConfig.of(quantize)
     dtype = ds_config.pop("dtype", None)
     on_gpu = get_accelerator().device_name() == "cuda"
-    capturable = quantize is None or packed_ops.CAPTURABLE
-    cuda_graph = ds_config.pop("enable_cuda_graph", on_gpu and capturable)
+    cuda_graph = ds_config.pop("enable_cuda_graph", on_gpu)
     if cuda_graph and not on_gpu:
         raise ValueError(f"enable_cuda_graph=True needs a GPU, this machine has a {get_accelerator().device_name()}")
-    if cuda_graph and not capturable:
-        raise ValueError("enable_cuda_graph=True and quantize exclude each other: packed steps cannot be captured yet")
     asked_dtype = DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None
     if quantize is not None:
         check_quantize(quantize, asked_dtype)
@@ -198,7 +194,7 @@ class DejaVuEngine(InferenceEngine):
         block's unpacked weights are gone before those of the next come to the device."""
         ops, store = self._ops, frozen
         if self.quantize is not None:
-            ops, store = packed_ops.packed_ops_for(device), partial(pack, config=self.quantize)
+            ops, store = packed_ops_for(device), partial(pack, config=self.quantize)
         prefix = next(f"{name}." for name, module in self.module.named_modules() if module is self.blocks)
         for i, block in enumerate(self.blocks):
             if weights is not None:

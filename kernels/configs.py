@@ -27,6 +27,7 @@ class Config(NamedTuple):
     warps     of a program
     programs  gather_up_proj and gather_qkv, whose programs take whole rows: at most so many along the rows.
               gather_down_proj, whose programs take strips of block_d columns: as many shares of the rows as this allows
+    half      of 4-bit rows, for activations in fp16: products and short sums in half precision
     """
 
     block_b: int
@@ -36,18 +37,21 @@ class Config(NamedTuple):
     stages: int = 1
     warps: int = 4
     programs: int = 528
+    half: bool = False
 
 
-WHOLE_ROWS = ("gather_up_proj", "gather_qkv")
+WHOLE_ROWS = ("gather_up_proj", "gather_qkv", "packed_up_proj", "packed_qkv")
 """The kernels whose programs take whole rows."""
-KERNELS = (*WHOLE_ROWS, "gather_down_proj", "out_proj")
-"""The kernels that are tuned; out_proj is gather_down_proj of heads, whose units are many rows."""
+PACKED = ("packed_up_proj", "packed_qkv", "packed_down_proj", "packed_out_proj")
+"""The kernels over 4-bit rows."""
+KERNELS = ("gather_up_proj", "gather_qkv", "gather_down_proj", "out_proj", *PACKED)
+"""The kernels that are tuned; out_proj and packed_out_proj are the down-projections of heads, units of many rows."""
 
 TUNED_FILE = Path(__file__).with_name("tuned.json")
 
 
 def read_tuned(path: Path = TUNED_FILE) -> dict[tuple[str, int, int], Config]:
-    """{(kernel, block_b, D): configuration} for 16-bit weights, as measured."""
+    """{(kernel, block_b, D): configuration} for 16-bit activations, as measured."""
     entries = json.loads(path.read_text(encoding="utf-8"))["configs"]
     return {(entry["kernel"], entry["config"]["block_b"], entry["D"]): Config(**entry["config"]) for entry in entries}
 
@@ -66,6 +70,8 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype) -> Config:
     tuned = TUNED.get((kernel, block_b, D)) if dtype.itemsize == 2 else None
     if tuned is not None:
         return tuned
+    if kernel in PACKED:
+        return _packed_config(kernel, block_b, dot, D)
     if kernel in WHOLE_ROWS:
         if dot:
             return Config(block_b, 16, max(16, row_block(D, 256)), True, stages=4, programs=1024)
@@ -78,6 +84,31 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype) -> Config:
     return Config(block_b, 256, row_block(D, 64), warps=16, programs=264)
 
 
+def _packed_config(kernel: str, block_b: int, dot: bool, D: int) -> Config:
+    """Threads hold words of 16 elements; tensor cores take a block, of 64 elements or 128, at a time."""
+    if kernel in WHOLE_ROWS:
+        if dot:
+            return Config(block_b, 16, 64, True, stages=3, programs=1024)
+        # A word a thread and row, in full warps where D allows it.
+        block_d = row_block(D, 2048)
+        return Config(block_b, 2 if block_b <= 2 else 1, block_d, False, 1, _warps(block_d), 4096, True)
+    if dot:
+        return Config(block_b, 64, 64, True, stages=3)
+    block_d = row_block(D, 256)
+    warps = 4
+    rows = max(1, 32 * warps * 16 // block_d)
+    return Config(block_b, max(1, 4 // block_b) * rows, block_d, False, 1, warps, 528)
+
+
+def _warps(block_d: int) -> int:
+    return max(1, min(8, block_d // (32 * 16)))
+
+
 def rows_at_once(config: Config, dtype: torch.dtype) -> int:
     """Rows of a strip of block_d columns that the threads of a program load together, each 16 bytes of one."""
     return max(1, 32 * config.warps * 16 // (config.block_d * dtype.itemsize))
+
+
+def packed_rows_at_once(config: Config) -> int:
+    """The same of packed rows, of which a thread loads 8 bytes, 16 elements."""
+    return max(1, 32 * config.warps * 16 // config.block_d)

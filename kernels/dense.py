@@ -10,6 +10,7 @@ rows, so a result is what the decoded weight would give, rounded where torch rou
 import torch
 import torch.nn.functional as F
 
+from dejavu_ds.kernels.packed_rows import packed_tile
 from dejavu_ds.kernels.packed_weight import PackedWeight, decode
 
 Weight = torch.Tensor | PackedWeight
@@ -18,13 +19,15 @@ Weight = torch.Tensor | PackedWeight
 def linear(x: torch.Tensor, w: Weight, b: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., D] times each row of w, whose leading dimensions are taken as one, plus b: [..., rows]."""
     if isinstance(w, PackedWeight):
-        return packed_linear_ref(x, w, b)
+        return _packed_linear(x, w, b)
     return F.linear(x, w.flatten(0, -2), b)
 
 
 def times(h: torch.Tensor, w: Weight) -> torch.Tensor:
     """h [..., rows] times w [rows, D]: [..., D]."""
-    return packed_times_ref(h, w, slice(None)) if isinstance(w, PackedWeight) else h @ w
+    if not isinstance(w, PackedWeight):
+        return h @ w
+    return _packed_times(h, w) if h.is_cuda else packed_times_ref(h, w, slice(None))
 
 
 def as_tensor(w: Weight) -> torch.Tensor:
@@ -32,12 +35,21 @@ def as_tensor(w: Weight) -> torch.Tensor:
     return w.dequantize() if isinstance(w, PackedWeight) else w
 
 
-def packed_linear_ref(x: torch.Tensor, w: PackedWeight, b: torch.Tensor | None) -> torch.Tensor:
-    """`linear` of a packed weight in plain torch."""
+def _packed_linear(x: torch.Tensor, w: PackedWeight, b: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of a packed weight, decoded a few rows at a time."""
     rows = w.shape[:-1].numel()
     y = torch.empty(*x.shape[:-1], rows, device=x.device, dtype=x.dtype)
     for part in w.row_tiles(rows):
-        y[..., part] = F.linear(x, w.rows(part), None if b is None else b[part])
+        tile = packed_tile(w, part, slice(0, w.shape[-1])) if x.is_cuda else w.rows(part)
+        y[..., part] = F.linear(x, tile, None if b is None else b[part])
+    return y
+
+
+def _packed_times(h: torch.Tensor, w: PackedWeight) -> torch.Tensor:
+    """`times` of a packed weight on a GPU, decoded a few columns at a time."""
+    y = torch.empty(*h.shape[:-1], w.shape[-1], device=h.device, dtype=h.dtype)
+    for part in w.column_tiles(w.shape[0]):
+        y[..., part] = h @ packed_tile(w, slice(0, w.shape[0]), part)
     return y
 
 

@@ -235,8 +235,9 @@ def _gather_down_proj_kernel(
     tl.store(y_ptr + place[:, None] * D + offs_d[None, :], y, mask=mask)
 
 
-def _check(h, w, idx, count, group, out) -> None:
-    if h.dim() != 2 or w.dim() != 2:
+def check_down(h, w, idx, count, group, out) -> None:
+    """ValueError or TypeError for what `gather_down_proj` refuses; w may be packed."""
+    if h.dim() != 2 or len(w.shape) != 2:
         raise ValueError(f"expected h [B, cap * group] and w [rows, D], got {tuple(h.shape)} and {tuple(w.shape)}")
     check_gather(idx, count, w, group)
     if h.shape[1] != idx.numel() * group:
@@ -249,8 +250,14 @@ def _check(h, w, idx, count, group, out) -> None:
         raise ValueError(f"out must be {[h.shape[0], w.shape[1]]} and contiguous, got {tuple(out.shape)}")
     if out is not None and out.dtype != torch.float32:
         raise TypeError(f"out must be float32, got {out.dtype}")
-    if not all(t.is_contiguous() for t in (h, w, idx)):
+    if not all(t.is_contiguous() for t in (h, w, idx) if torch.is_tensor(t)):
         raise ValueError("h, w and idx must be contiguous; call .contiguous() once at load time, not per step")
+
+
+def shares_of(c: Config, h: torch.Tensor, D: int) -> int:
+    """Parts S that the rows are shared into."""
+    programs = triton.cdiv(D, c.block_d) * triton.cdiv(h.shape[0], c.block_b)
+    return max(1, min(_MAX_SHARES, c.programs // programs, h.shape[1] // _LEAST_ROWS))
 
 
 def gather_down_proj(
@@ -272,15 +279,11 @@ def gather_down_proj(
         ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
         TypeError: h and w of different dtypes, idx or count not int32, or out not fp32.
     """
-    _check(h, w, idx, count, group, out)
+    check_down(h, w, idx, count, group, out)
     B, D = h.shape[0], w.shape[1]
     c = config or config_for("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
-    if out is None:
-        shares = max(1, min(_MAX_SHARES, c.programs // (strips * tiles), h.shape[1] // _LEAST_ROWS))
-        y = torch.empty(shares, B, D, device=h.device, dtype=torch.float32)
-    else:
-        y = out[None]
+    y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out[None]
     _gather_down_proj_kernel[(strips, len(y), tiles)](
         h, w, idx, count, y,
         B, h.shape[1],

@@ -111,8 +111,9 @@ def _gather_qkv_kernel(
                 tl.store(v_ptr + place, y, mask=mask)
 
 
-def _check(x, w, b, idx, count, k_cache, v_cache, position, watermark) -> None:
-    if x.dim() != 2 or w.dim() != 4 or w.shape[1] != 3 or w.shape[3] != x.shape[1]:
+def check_qkv(x, w, b, idx, count, k_cache, v_cache, position, watermark) -> None:
+    """ValueError or TypeError for what `gather_qkv` refuses; w may be packed."""
+    if x.dim() != 2 or len(w.shape) != 4 or w.shape[1] != 3 or w.shape[3] != x.shape[1]:
         raise ValueError(
             f"expected x [B, D] and w [H, 3, head_dim, D] with one D, got {tuple(x.shape)} and {tuple(w.shape)}"
         )
@@ -128,14 +129,13 @@ def _check(x, w, b, idx, count, k_cache, v_cache, position, watermark) -> None:
     if position.shape != (1,) or (watermark is not None and watermark.shape != (H,)):
         found = None if watermark is None else tuple(watermark.shape)
         raise ValueError(f"expected position [1] and watermark [{H}] or None, got {tuple(position.shape)} and {found}")
-    floats = (x, w, k_cache, v_cache) + (() if b is None else (b,))
+    floats = [t for t in (x, w, k_cache, v_cache, b) if t is not None]
     if len({t.dtype for t in floats}) != 1:
         raise TypeError(f"x, w, the caches and b must share one dtype, got {[t.dtype for t in floats]}")
-    whole = (*floats, idx) + (() if watermark is None else (watermark,))
-    ints = (position,) + (() if watermark is None else (watermark,))
+    ints = [t for t in (position, watermark) if t is not None]
     if any(t.dtype != torch.int32 for t in ints):
         raise TypeError(f"position and watermark must be int32, got {[t.dtype for t in ints]}")
-    if not all(t.is_contiguous() for t in whole):
+    if not all(t.is_contiguous() for t in (*floats, idx, *ints) if torch.is_tensor(t)):
         raise ValueError(
             "x, w, b, idx, watermark and the caches must be contiguous; call .contiguous() once at load time, not per "
             "step, and allocate the caches whole"
@@ -162,7 +162,7 @@ def gather_qkv(
         ValueError: wrong shapes, or tensors that are not contiguous.
         TypeError: wrong or mixed dtypes.
     """
-    _check(x, w, b, idx, count, k_cache, v_cache, position, watermark)
+    check_qkv(x, w, b, idx, count, k_cache, v_cache, position, watermark)
     (B, D), head_dim, cap = x.shape, w.shape[2], idx.numel()
     q = torch.empty(B, cap, head_dim, device=x.device, dtype=x.dtype)
     c = config or config_for("gather_qkv", B, D, x.dtype)

@@ -1,14 +1,39 @@
 """Gathered down-projection over 4-bit rows: y = sum over the kept rows n of h[:, n] * w[n].
 
 `gather_down_proj` for a `PackedWeight`: the same arguments, shapes and meaning, but that w [N * group, D], stored
-transposed, is packed and its rows are decoded on the way; see `packed_weight` for the layout. Products are with the
-decoded elements, rounded to the dtype of h.
+transposed, is packed and its rows are decoded on the way; see `packed_weight` for the layout and `nibbles` for the
+decoding.
+
+The twin multiplies decoded elements, rounded to the dtype of h, and so does the kernel with tensor cores, from 5 tokens
+on. With fewer it multiplies the table's values by h times the scale, in fp32; for 16-bit activations the table is
+rounded to fp16. With `half` in its configuration, for one token in fp16, h times the scale is rounded to fp16 too, and
+as many products are added in fp16 as a thread holds rows at a time: h times a weight must then stay below 8192, and
+what lies below 2 ** -14 loses digits.
 """
 
 import torch
+import triton
+import triton.language as tl
 
+from dejavu_ds.kernels.configs import Config, config_for, packed_rows_at_once
 from dejavu_ds.kernels.dense import packed_times_ref
+from dejavu_ds.kernels.gather_down_proj import check_down, shares_of
+from dejavu_ds.kernels.nibbles import (
+    WORD,
+    add_word,
+    add_word_half,
+    decode,
+    decode_bytes,
+    load_table,
+    lookup_of,
+    offset_of,
+    scales,
+    split_pairs,
+)
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
+from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
+
+_WORD = tl.constexpr(WORD)
 
 
 def packed_down_proj_ref(
@@ -28,3 +53,298 @@ def packed_down_proj_ref(
         h, rows = h.index_select(1, columns), rows.index_select(0, columns)
     y = packed_times_ref(h, w, rows)
     return y.float()[None] if out is None else out.copy_(y)[None]
+
+
+@triton.jit
+def _ask(
+    h_ptr, idx_ptr, place, rows, first_b, B, stride_h_b,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """Units and h of STEPS times ROWS places, from `place` [threads] on: two tuples, h of all tokens of a step."""
+    units, h = (), ()
+    for u in tl.static_range(STEPS):
+        at = place + u * ROWS
+        units = units + (tl.load(idx_ptr + at // GROUP, mask=at < rows, other=0),)
+        for b in tl.static_range(BLOCK_B):
+            end = rows
+            if b > 0:
+                end = tl.where(first_b + b < B, rows, 0)
+            h = h + (tl.load(h_ptr + (first_b + b) * stride_h_b + at, mask=at < end, other=0.0),)
+    return units, h
+
+
+@triton.jit
+def _weights(
+    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKIP_ZEROS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """A word and its scale at each of these places, as far as some token wants them: two tuples."""
+    WORDS: tl.constexpr = D // _WORD
+    q, absmax = (), ()
+    for u in tl.static_range(STEPS):
+        at = place + u * ROWS
+        mask = at < rows
+        if SKIP_ZEROS:
+            wanted = h[u * BLOCK_B] != 0.0
+            for b in tl.static_range(1, BLOCK_B):
+                wanted |= h[u * BLOCK_B + b] != 0.0
+            mask = mask & wanted
+        if D % BLOCK_D != 0:
+            mask = mask & (word < WORDS)
+        row = units[u] * GROUP + at % GROUP
+        # Weights pass through the L1 cache.
+        q = q + (tl.load(w_ptr + row * WORDS + word, mask=mask, other=0, eviction_policy="evict_first"),)
+        flat = row * (D // BLOCKSIZE) + word // (BLOCKSIZE // _WORD)
+        absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask),)
+    return q, absmax
+
+
+@triton.jit
+def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr):
+    """acc, 16 tensors a token, and h * absmax * the elements of q."""
+    for u in tl.static_range(STEPS):
+        new = ()
+        if BLOCK_B == 1 and ASM != "":
+            # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
+            new = add_word(acc, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
+        else:
+            w = decode(q[u], table, ASM)
+            for b in tl.static_range(BLOCK_B):
+                s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u]
+                for i in tl.static_range(_WORD):
+                    new = new + (acc[b * _WORD + i] + s * w[i],)
+        acc = new
+    return acc
+
+
+@triton.jit
+def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, ASM: tl.constexpr):
+    """The same for one token, added up over the steps in half precision."""
+    sums = ()
+    for _ in tl.static_range(_WORD // 2):
+        sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
+    for u in tl.static_range(STEPS):
+        sums = add_word_half(sums, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
+    out = ()
+    for i in tl.static_range(_WORD // 2):
+        low, high = split_pairs(sums[i])
+        out = out + (acc[2 * i] + low, acc[2 * i + 1] + high)
+    return out
+
+
+@triton.jit
+def _join(parts, first: tl.constexpr):
+    """16 tensors [n] of a tuple, from the first on, as [n, 16]."""
+    a = ()
+    for i in tl.static_range(8):
+        a = a + (tl.join(parts[first + i], parts[first + i + 8]),)
+    b = ()
+    for i in tl.static_range(4):
+        b = b + (tl.join(a[i], a[i + 4]),)
+    c = tl.join(tl.join(b[0], b[2]), tl.join(b[1], b[3]))  # [n, 2, 2, 2, 2], the highest bit of the place first
+    return tl.reshape(c, (c.shape[0], 16))
+
+
+@triton.jit
+def _sum_of_rows(
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows, first_b, B,
+    strip, stride_h_b,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKIP_ZEROS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of the places first .. rows - 1.
+
+    A thread owns one word of the strip and walks every ROWS-th row, so all tensors have one dimension and one layout,
+    and sums stay within a thread. While some rows are added up the next ones are on their way, and what says where
+    those after lie.
+    """
+    WORDS: tl.constexpr = BLOCK_D // _WORD
+    STEPS: tl.constexpr = BLOCK_N // ROWS
+    thread = tl.arange(0, ROWS * WORDS)
+    word = strip * WORDS + thread % WORDS
+    place = first + thread // WORDS
+    table = load_table(table_ptr, thread, ASM)
+    acc = ()
+    for _ in tl.static_range(BLOCK_B * _WORD):
+        acc = acc + (tl.zeros((ROWS * WORDS,), dtype=tl.float32),)
+    units, h = _ask(h_ptr, idx_ptr, place, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS)
+    next_units, next_h = _ask(
+        h_ptr, idx_ptr, place + BLOCK_N, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
+    )
+    q, absmax = _weights(
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
+        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
+    )  # fmt: skip
+    for _ in range(first, rows, BLOCK_N):
+        place += BLOCK_N
+        next_q, next_absmax = _weights(
+            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
+        )  # fmt: skip
+        after_units, after_h = _ask(
+            h_ptr, idx_ptr, place + BLOCK_N, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
+        )
+        if HALF:
+            acc = _add_half(acc, q, absmax, h, table, STEPS, ASM)
+        else:
+            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, ASM)
+        q, absmax, h = next_q, next_absmax, next_h
+        next_units, next_h = after_units, after_h
+    y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
+    for b in tl.static_range(BLOCK_B):
+        # [threads, 16] is [ROWS, BLOCK_D]
+        total = tl.sum(tl.reshape(_join(acc, b * _WORD), (ROWS, BLOCK_D)), axis=0)
+        y = tl.where((tl.arange(0, BLOCK_B) == b)[:, None], total[None, :], y)
+    return y
+
+
+@triton.jit
+def _dot_of_rows(
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows, first_b, B,
+    strip, stride_h_b,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_B, BLOCK_D] fp32 by tensor cores, of the places first .. rows - 1; a strip lies within one block."""
+    BYTES: tl.constexpr = BLOCK_D // 2
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    w_ptr = w_ptr.to(tl.pointer_type(tl.uint8))
+    offs_p = strip * BYTES + tl.arange(0, BYTES)
+    table = load_table(table_ptr, tl.arange(0, BYTES)[None, :], ASM)
+    even = tl.zeros((BLOCK_B, BYTES), dtype=tl.float32)
+    odd = tl.zeros((BLOCK_B, BYTES), dtype=tl.float32)
+    offs_b = first_b + tl.arange(0, BLOCK_B)
+    h_ptrs = h_ptr + offs_b[:, None] * stride_h_b
+    for n in tl.range(first, rows, BLOCK_N, num_stages=STAGES):
+        offs_n = n + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < rows
+        unit = tl.load(idx_ptr + offs_n // GROUP, mask=mask_n, other=0).to(tl.int64)
+        row = unit * GROUP + offs_n % GROUP
+        h = tl.load(h_ptrs + offs_n[None, :], mask=(offs_b < B)[:, None] & mask_n[None, :], other=0.0)
+        p = tl.load(w_ptr + row[:, None] * (D // 2) + offs_p[None, :], mask=mask_n[:, None], other=0)
+        flat = row * (D // BLOCKSIZE) + strip * BLOCK_D // BLOCKSIZE
+        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask_n)
+        high, low = decode_bytes(p, table, tl.float32, ASM)
+        even = dot(h, (high * absmax[:, None]).to(dtype), even)
+        odd = dot(h, (low * absmax[:, None]).to(dtype), odd)
+    return tl.reshape(tl.join(even, odd), (BLOCK_B, BLOCK_D))
+
+
+# B and the capacity are not specialised: another batch must not compile again.
+@triton.jit(do_not_specialize=["B", "stride_h_b"])
+def _packed_down_proj_kernel(
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr,
+    idx_ptr, count_ptr, y_ptr,
+    B, stride_h_b,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKIP_ZEROS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+    HALF: tl.constexpr,
+    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
+    BYTES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    await_inputs(EARLY)
+    rows = tl.load(count_ptr) * GROUP
+    offset = offset_of(absmax_offset_ptr)
+    share = tl.cdiv(rows, tl.num_programs(1))
+    first = tl.program_id(1) * share
+    rows = tl.minimum(first + share, rows)
+    strip = tl.program_id(0)
+    first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
+    if DOT:
+        y = _dot_of_rows(
+            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
+            first_b, B, strip, stride_h_b,
+            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES, BYTES,
+        )  # fmt: skip
+    else:
+        y = _sum_of_rows(
+            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
+            first_b, B, strip, stride_h_b,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, HALF, WORDS,
+        )  # fmt: skip
+    offs_b = first_b + tl.arange(0, BLOCK_B)
+    offs_d = strip * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (offs_b < B)[:, None] & (offs_d < D)[None, :]
+    place = tl.program_id(1).to(tl.int64) * B + offs_b
+    tl.store(y_ptr + place[:, None] * D + offs_d[None, :], y, mask=mask)
+
+
+def packed_down_proj(
+    h: torch.Tensor,
+    w: PackedWeight,
+    idx: torch.Tensor,
+    count: torch.Tensor,
+    group: int = 1,
+    skip_zeros: bool = False,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Return the sum over the kept rows of h[:, n] * w[n], in S parts, as `gather_down_proj` does.
+
+    Each kept row of `w` is read once for every 16 tokens. `out` [B, D] fp32, contiguous, takes the result in one part.
+    `config` overrides the tuned block sizes.
+
+    Raises:
+        ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
+        TypeError: h and w of different dtypes, idx or count not int32, or out not fp32.
+    """
+    check_down(h, w, idx, count, group, out)
+    B, D = h.shape[0], w.shape[1]
+    c = config or config_for("packed_down_proj" if group == 1 else "packed_out_proj", B, D, h.dtype)
+    lookup = lookup_of(w, h.dtype)
+    half = c.half and c.block_b == 1 and lookup.pairs != "" and h.dtype == torch.float16
+    strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
+    y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out[None]
+    _packed_down_proj_kernel[(strips, len(y), tiles)](
+        h, *w.pointers(), lookup.table, idx, count, y,
+        B, h.shape[1],
+        D=D,
+        BLOCKSIZE=w.blocksize,
+        GROUP=group,
+        SKIP_ZEROS=skip_zeros,
+        BLOCK_B=c.block_b,
+        BLOCK_N=c.block_n,
+        ROWS=min(c.block_n, packed_rows_at_once(c)),
+        BLOCK_D=c.block_d,
+        DOT=c.dot,
+        HALF=half,
+        STAGES=c.stages,
+        WORDS=lookup.add_half if half else lookup.add if c.block_b == 1 else lookup.pairs,
+        BYTES=lookup.bytes,
+        num_warps=c.warps,
+        **launch_options(),
+    )  # fmt: skip
+    return y

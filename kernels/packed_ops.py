@@ -6,25 +6,30 @@ Predictors are not packed and keep the operations of `ops`.
 
 import torch
 
-from dejavu_ds.kernels.ops import Ops, ops_for
-from dejavu_ds.kernels.packed_down_proj import packed_down_proj_ref
-from dejavu_ds.kernels.packed_qkv import packed_qkv_ref
-from dejavu_ds.kernels.packed_recover_kv import packed_recover_kv_ref
-from dejavu_ds.kernels.packed_up_proj import packed_up_proj_ref
+from dejavu_ds.kernels.ops import TORCH, TRITON, Ops, ops_for
+from dejavu_ds.kernels.packed_down_proj import packed_down_proj, packed_down_proj_ref
+from dejavu_ds.kernels.packed_qkv import packed_qkv, packed_qkv_ref
+from dejavu_ds.kernels.packed_recover_kv import packed_recover_kv, packed_recover_kv_ref
+from dejavu_ds.kernels.packed_up_proj import packed_up_proj, packed_up_proj_ref
 
-CAPTURABLE = False
-"""Whether a CUDA graph can hold a step of these operations: the torch twins read counts on the host."""
+PACKED_TRITON = TRITON._replace(
+    gather_down_proj=packed_down_proj,
+    gather_qkv=packed_qkv,
+    gather_up_proj=packed_up_proj,
+    recover_kv=packed_recover_kv,
+)
+PACKED_TORCH = TORCH._replace(
+    gather_down_proj=packed_down_proj_ref,
+    gather_qkv=packed_qkv_ref,
+    gather_up_proj=packed_up_proj_ref,
+    recover_kv=packed_recover_kv_ref,
+)
 
 
 def packed_ops_for(device: torch.device | str) -> Ops:
-    """Return the operations for packed weights on `device`, "cuda" or "cpu": projections by their torch twins on both.
+    """Return the operations for packed weights on `device`: `PACKED_TRITON` for CUDA, `PACKED_TORCH` for CPU.
 
     Raises:
         ValueError: any other device.
     """
-    return ops_for(device)._replace(
-        gather_down_proj=packed_down_proj_ref,
-        gather_qkv=packed_qkv_ref,
-        gather_up_proj=packed_up_proj_ref,
-        recover_kv=packed_recover_kv_ref,
-    )
+    return PACKED_TRITON if ops_for(device) is TRITON else PACKED_TORCH

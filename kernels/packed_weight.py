@@ -57,6 +57,7 @@ class PackedWeight(nn.Module):
     Attributes:
         shape: of the weight, [..., D]; device, dtype: as a tensor's.
         blocksize: elements that share a scale.
+        code_values: what is in `code`, known to the host.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PackedWeight(nn.Module):
         self.dtype = dtype
         self.shape = torch.Size((*packed.shape[:-1], 2 * packed.shape[-1]))
         self.blocksize = self.shape[-1] // absmax.shape[-1]
+        self.code_values = tuple(code.tolist())
         self.register_buffer("packed", packed)
         self.register_buffer("absmax", absmax)
         self.register_buffer("code", code)
@@ -94,6 +96,13 @@ class PackedWeight(nn.Module):
         """Bytes that grow with the weight: codes and scales, without the tables that decode them."""
         parts = (self.packed, self.absmax, self.absmax_scale)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def pointers(self) -> tuple[torch.Tensor | None, ...]:
+        """What a kernel reads: codes in words of 8 bytes, scales, and what decodes them, None thrice in fp32.
+
+        Words are counted in 32 bits there: a weight has less than 2 ** 35 elements.
+        """
+        return (self.packed.view(torch.int64), self.absmax, *(self.nested or (None, None, None)))
 
     def dequantize(self) -> torch.Tensor:
         """The whole weight, [..., D]."""

@@ -108,6 +108,18 @@ def _recover_rows(
         tl.store(v_ptr + out, y, mask=mask_i & ((offs_r >= HEAD_DIM) & (offs_r < 2 * HEAD_DIM))[:, None])
 
 
+@triton.jit
+def due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS: tl.constexpr):
+    """Of each head its place among those to be recovered, -1 for the others, and its watermark; how many there are."""
+    heads = tl.arange(0, BLOCK_HEADS)
+    mask_h = heads < H
+    selected = tl.load(selected_ptr + heads, mask=mask_h, other=0) != 0
+    watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
+    missing = tl.load(position_ptr) - watermark
+    due = (mask_h & ((selected & (missing > 0)) | (missing >= window))).to(tl.int32)
+    return tl.where(due != 0, tl.cumsum(due, axis=0) - 1, -1), watermark, tl.sum(due, axis=0)
+
+
 # D is a size of the model; another batch, ring or cache must not compile again.
 @triton.jit(do_not_specialize=["B", "H", "R", "T", "window"])
 def _recover_kv_kernel(
@@ -125,17 +137,11 @@ def _recover_kv_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     await_inputs(EARLY)
-    heads = tl.arange(0, BLOCK_HEADS)
-    mask_h = heads < H
-    selected = tl.load(selected_ptr + heads, mask=mask_h, other=0) != 0
-    watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
-    t = tl.load(position_ptr)
-    missing = t - watermark
-    due = (mask_h & ((selected & (missing > 0)) | (missing >= window))).to(tl.int32)
-    heads_due = tl.sum(due, axis=0)
+    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
     if heads_due == 0:
         return
-    place = tl.where(due != 0, tl.cumsum(due, axis=0) - 1, -1)
+    heads = tl.arange(0, BLOCK_HEADS)
+    t = tl.load(position_ptr)
     for j in range(tl.program_id(1), heads_due, tl.num_programs(1)):
         head = tl.sum(tl.where(place == j, heads, 0), axis=0).to(tl.int64)
         first = tl.sum(tl.where(place == j, watermark, 0), axis=0)
@@ -152,13 +158,14 @@ def _recover_kv_kernel(
             )  # fmt: skip
 
 
-def _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window) -> None:
+def check_recover(inputs, w, b, selected, watermark, position, k_cache, v_cache, window) -> None:
+    """ValueError or TypeError for what `recover_kv` refuses; w may be packed."""
     if inputs.dim() != 3:
         raise ValueError(f"inputs must be [B, R, D], got {tuple(inputs.shape)}")
     B, R, D = inputs.shape
     if not 1 <= window < R:
         raise ValueError(f"window must lie in 1..{R - 1}, below the length of the ring, got {window}")
-    if w.dim() != 4 or w.shape[1] != 3 or w.shape[3] != D:
+    if len(w.shape) != 4 or w.shape[1] != 3 or w.shape[3] != D:
         raise ValueError(f"w must be [H, 3, head_dim, {D}], got {tuple(w.shape)}")
     H, _, head_dim, _ = w.shape
     if b is not None and b.shape != (H, 3, head_dim):
@@ -181,7 +188,7 @@ def _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window
             "selected must be bool, watermark and position int32, got "
             f"{selected.dtype}, {watermark.dtype} and {position.dtype}"
         )
-    if not all(x.is_contiguous() for x in (*floats, selected, watermark)):
+    if not all(x.is_contiguous() for x in (*floats, selected, watermark) if torch.is_tensor(x)):
         raise ValueError("inputs, w, b, selected, watermark and the caches must be contiguous; allocate them whole")
 
 
@@ -205,7 +212,7 @@ def recover_kv(
         ValueError: wrong shapes, a window beyond the ring, or tensors that are not contiguous.
         TypeError: wrong or mixed dtypes.
     """
-    _check(inputs, w, b, selected, watermark, position, k_cache, v_cache, window)
+    check_recover(inputs, w, b, selected, watermark, position, k_cache, v_cache, window)
     B, R, D = inputs.shape
     H, _, head_dim, _ = w.shape
     tiles = triton.cdiv(2 * head_dim, _BLOCK_R)

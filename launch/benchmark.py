@@ -298,7 +298,9 @@ def run_tune(args) -> None:
 
     device = choose_device(args)
     if device.type != "cuda" or args.dtype == "fp32":
-        raise ValueError(f"what is tuned is 16-bit kernels on a GPU, this would be {args.dtype} on {device.type}")
+        raise ValueError(
+            f"what is tuned is kernels for 16-bit activations on a GPU, this would be {args.dtype} on {device.type}"
+        )
     entries = tune(make_layers(args, device), args.kernels, args.steps, args.workers, say)
     write_tuned(entries, torch.cuda.get_device_name(device), Path(args.out))
     if args.all:

@@ -349,9 +349,16 @@ def test_models_that_are_quantised_already(tmp_path):
 
 
 @pytest.mark.gpu
-def test_no_graph_of_packed_steps():
-    with pytest.raises(ValueError, match="enable_cuda_graph=True and quantize exclude each other"):
-        dejavu_ds.init_inference(tiny_opt(**SIZES), quantize="nf4", enable_cuda_graph=True)
+def test_packed_steps_as_a_graph():
+    """Replayed, they give the tokens of the same steps run one by one."""
+    tokens = torch.arange(2, 12, device="cuda")[None]
+    generated = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        model = tiny_opt(**SIZES).half()
+        engine = dejavu_ds.init_inference(model, quantize="nf4", dtype=torch.float16, enable_cuda_graph=graph)
+        generated.append(engine.generate(tokens, max_new_tokens=20, do_sample=False))
+    assert torch.equal(*generated)
 
 
 def test_a_packed_weight_says_what_it_is():

@@ -42,7 +42,7 @@ def test_every_candidate_gives_the_same(kernel, B, device):
     block_b, dot = token_block(B)
     first, second = (Config(block_b, 16, 64, dot), Config(block_b, 32, 32, dot, warps=2, programs=5))
     (call,) = tune.calls(kernel, layer_of(B, device), buffers=1)
-    kept = {"gather_up_proj": 48, "gather_qkv": 2}.get(kernel)
+    kept = {"gather_up_proj": 48, "packed_up_proj": 48, "gather_qkv": 2, "packed_qkv": 2}.get(kernel)
     results = [call(config) for config in (first, second)]
     results = [y[:, :kept].double() if kept else y.sum(0).double() for y in results]  # a down-projection is in parts
     # fp16 results of fp32 sums in another order: one rounding apart.

@@ -14,7 +14,6 @@ from dejavu_ds.checkpoint import load_model
 from dejavu_ds.collectives import no_compilation
 from dejavu_ds.fingerprint import fingerprint
 from dejavu_ds.injection_policies import policy_for
-from dejavu_ds.kernels import packed_ops
 from dejavu_ds.quantize import QuantizeConfig
 
 
@@ -113,7 +112,7 @@ class Source:
 
         model = empty_model(self.shape, self.dtype)
         config = DeepSpeedInferenceConfig(dtype=self.dtype, tensor_parallel={"tp_size": self.tp})
-        graphs = self.device.type == "cuda" and (self.quantize is None or packed_ops.CAPTURABLE)
+        graphs = self.device.type == "cuda"
         quantize, weights = QuantizeConfig.of(self.quantize), RandomWeights(self.shape.hidden, self.active_share)
         with quiet_stdout():
             return DejaVuEngine(model, config, policy_for(model.config), None, None, graphs, quantize, weights)

@@ -16,19 +16,29 @@ import triton
 
 from dejavu_ds.bench.kernels import Layer
 from dejavu_ds.bench.timing import time_rotated
-from dejavu_ds.kernels.configs import WHOLE_ROWS, Config, token_block
+from dejavu_ds.kernels.configs import PACKED, WHOLE_ROWS, Config, token_block
 from dejavu_ds.kernels.gather_down_proj import gather_down_proj
 from dejavu_ds.kernels.gather_qkv import gather_qkv
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
+from dejavu_ds.kernels.nibbles import WORD
+from dejavu_ds.kernels.packed_down_proj import packed_down_proj
+from dejavu_ds.kernels.packed_qkv import packed_qkv
+from dejavu_ds.kernels.packed_up_proj import packed_up_proj
+from dejavu_ds.kernels.packed_weight import PackedWeight
+from dejavu_ds.quantize import QuantizeConfig, pack
 from dejavu_ds.resume import replace_file
 
 _STD = 0.02
+# Of nf4 in blocks of 64 with scales in fp32, a weight.
+_NF4_BYTES = 0.5625
 
 
 def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
     """Configurations worth trying: tiles that fill registers and threads, none that D does not divide into."""
     block_b, dot = token_block(B)
-    if dot and kernel in WHOLE_ROWS:
+    if kernel in PACKED:
+        yield from _packed_candidates(kernel, block_b, dot, D)
+    elif dot and kernel in WHOLE_ROWS:
         for n, d, stages in itertools.product((16, 32, 64), (64, 128, 256), (3, 4)):
             if D % d == 0:
                 yield Config(block_b, n, d, True, stages, programs=1024)
@@ -49,6 +59,25 @@ def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
                 yield Config(block_b, 16 * warps, d, False, 1, warps, programs)
 
 
+def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator[Config]:
+    """The same for 4-bit rows: a word a thread, and as many words at once as registers hold for all tokens."""
+    if dot and kernel in WHOLE_ROWS:
+        for n, stages, warps in itertools.product((16, 32, 64), (2, 3, 4), (2, 4)):
+            yield Config(block_b, n, 64, True, stages, warps, 1024)
+    elif dot:
+        for n, stages, programs in itertools.product((32, 64, 128), (2, 3, 4), (264, 528)):
+            yield Config(block_b, n, 64, True, stages, 4, programs)
+    elif kernel in WHOLE_ROWS:
+        for n, warps, programs in itertools.product((1, 2, 4), (1, 2, 4, 8), (1056, 2112, 4096)):
+            d = 32 * warps * WORD
+            if D % d == 0 and n * block_b <= 4:
+                yield Config(block_b, n, d, False, 1, warps, programs, True)
+    else:
+        for d, warps, steps, programs in itertools.product((64, 128, 256, 512), (4, 8), (1, 2, 4, 8), (528, 1056)):
+            if D % d == 0 and 2 <= steps * block_b <= 8:
+                yield Config(block_b, steps * 32 * warps * WORD // d, d, False, 1, warps, programs)
+
+
 def calls(
     kernel: str, layer: Layer, every: bool = False, buffers: int | None = None
 ) -> list[Callable[[Config], torch.Tensor]]:
@@ -56,13 +85,16 @@ def calls(
 
     every: read all units in place of those that the layer keeps.
     """
-    D, B, w = layer.shape.hidden, layer.batch, layer.dtype.itemsize
-    heads = kernel in ("gather_qkv", "out_proj")
+    D, B = layer.shape.hidden, layer.batch
+    heads = kernel in ("gather_qkv", "out_proj", "packed_qkv", "packed_out_proj")
     units, kept = (layer.heads, layer.kept_heads) if heads else (layer.neurons, layer.kept_neurons)
     kept = units if every else kept
-    group = {"gather_qkv": 3 * layer.shape.head_dim, "out_proj": layer.shape.head_dim}.get(kernel, 1)
-    R = buffers or layer.buffers(units * group * D * w, kept * group * D * w)
-    weights = [layer.random(units * group, D, std=_STD) for _ in range(R)]
+    qkv = kernel in ("gather_qkv", "packed_qkv")
+    group = (3 * layer.shape.head_dim if qkv else layer.shape.head_dim) if heads else 1
+    w = _NF4_BYTES if kernel in PACKED else layer.dtype.itemsize
+    R = buffers or layer.buffers(int(units * group * D * w), int(kept * group * D * w))
+    shape = (units, 3, layer.shape.head_dim, D) if qkv else (units * group, D)
+    weights = [_random_weight(layer, kernel in PACKED, *shape) for _ in range(R)]
     sets = [layer.choose(units, kept) for _ in range(R)]
     x = layer.random(B, D)
     caches = [layer.random(B, layer.heads, 1, layer.shape.head_dim) for _ in range(2)]
@@ -71,13 +103,21 @@ def calls(
     h = layer.random(B, units * group) if heads else torch.relu(layer.random(B, units * group))
 
     def call(i: int, config: Config) -> torch.Tensor:
-        if kernel == "gather_up_proj":
-            return gather_up_proj(x, weights[i], None, *sets[i], relu=True, config=config)
-        if kernel == "gather_qkv":
-            return gather_qkv(x, weights[i].view(units, 3, -1, D), None, *sets[i], *caches, position, config=config)
-        return gather_down_proj(h, weights[i], *sets[i], group=group, skip_zeros=not heads, config=config)
+        if qkv:
+            op = packed_qkv if kernel in PACKED else gather_qkv
+            return op(x, weights[i], None, *sets[i], *caches, position, config=config)
+        if kernel in WHOLE_ROWS:
+            op = packed_up_proj if kernel in PACKED else gather_up_proj
+            return op(x, weights[i], None, *sets[i], relu=True, config=config)
+        op = packed_down_proj if kernel in PACKED else gather_down_proj
+        return op(h, weights[i], *sets[i], group=group, skip_zeros=not heads, config=config)
 
     return [lambda config, i=i: call(i, config) for i in range(R)]
+
+
+def _random_weight(layer: Layer, packed: bool, *shape: int) -> torch.Tensor | PackedWeight:
+    weight = layer.random(*shape, std=_STD)
+    return pack(weight, QuantizeConfig()) if packed else weight
 
 
 def compile_some(jobs: list[tuple[str, Layer, Config]]) -> None:

@@ -18,17 +18,20 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = {"triton": TRITON, "torch": TORCH}
 
 
-def assert_exact(out: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, rounded_once: bool) -> None:
+def assert_exact(
+    out: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, rounded_once: bool, of_terms: float = 0.0
+) -> None:
     """Compare with the fp64 truth element by element; `terms` is the sum of the magnitudes that were added up.
 
     A kernel computes in fp32 and rounds its result once. Torch may round to the dtype in between, so its error is
-    relative to the terms. The last summand covers the subnormals of fp16.
+    relative to the terms, and so is what else is rounded, by `of_terms`. The last summand covers the subnormals of
+    fp16.
     """
     assert out.shape == exact.shape, f"shape {tuple(out.shape)}, expected {tuple(exact.shape)}"
     assert torch.isfinite(out).all(), "NaN or infinity in the output"
     eps = torch.finfo(out.dtype).eps
     bound = eps * exact.abs() + 8 * torch.finfo(torch.float32).eps * terms if rounded_once else 4 * eps * terms
-    excess = (out.double() - exact).abs() - bound - torch.finfo(out.dtype).smallest_normal
+    excess = (out.double() - exact).abs() - bound - of_terms * terms - torch.finfo(out.dtype).smallest_normal
     assert (excess <= 0).all(), f"error beyond its bound by {excess.max().item():.2e}"
 
 
@@ -91,7 +94,7 @@ def make_up(B, D, units, count, group, bias, relu, dtype, device, cap=None):
     }
 
 
-def check_up(op: Callable, case: dict, rounded_once: bool) -> None:
+def check_up(op: Callable, case: dict, rounded_once: bool, of_terms: float = 0.0) -> None:
     count, group = int(case["count"]), case["group"]
     rows = rows_of(case["idx"].cpu(), count, group).to(case["x"].device)
     x, w = case["x"].double(), case["w"][rows].double()
@@ -103,7 +106,7 @@ def check_up(op: Callable, case: dict, rounded_once: bool) -> None:
         exact = exact.clamp(min=0)
     y, again = op(**case), op(**case)
     assert y.shape == (x.shape[0], case["idx"].numel() * group) and y.dtype == case["x"].dtype
-    assert_exact(y[:, : count * group], exact, terms, rounded_once)
+    assert_exact(y[:, : count * group], exact, terms, rounded_once, of_terms)
     assert_same_bits(y[:, : count * group], again[:, : count * group])
 
 
@@ -130,7 +133,7 @@ def make_down(B, D, units, count, group, skip_zeros, dtype, device, cap=None):
     }
 
 
-def check_down(op: Callable, case: dict, rounded_once: bool) -> None:
+def check_down(op: Callable, case: dict, rounded_once: bool, of_terms: float = 0.0) -> None:
     count, group = int(case["count"]), case["group"]
     rows = rows_of(case["idx"].cpu(), count, group).to(case["h"].device)
     h, w = case["h"][:, : count * group].double(), case["w"][rows].double()
@@ -140,7 +143,7 @@ def check_down(op: Callable, case: dict, rounded_once: bool) -> None:
     assert y.dim() == 3 and y.dtype == torch.float32
     # Torch has rounded to the dtype on the way.
     total = y.sum(0) if rounded_once else y.sum(0).to(case["h"].dtype)
-    assert_exact(total, h @ w, h.abs() @ w.abs(), rounded_once)
+    assert_exact(total, h @ w, h.abs() @ w.abs(), rounded_once, of_terms)
     assert_same_bits(y, again)
 
 
@@ -249,7 +252,7 @@ def make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, d
     }
 
 
-def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
+def check_recover(op: Callable, case: dict, rounded_once: bool, of_terms: float = 0.0) -> None:
     W, R, t = case["window"], case["inputs"].shape[1], int(case["position"])
     first, second = copy.deepcopy(case), copy.deepcopy(case)
     assert op(**first) is None
@@ -267,7 +270,7 @@ def check_recover(op: Callable, case: dict, rounded_once: bool) -> None:
             if case["b"] is not None:
                 b = case["b"][head, part].double()
                 exact, terms = exact + b, terms + b.abs()
-            assert_exact(first[name][:, head, start : t + 1], exact, terms, rounded_once)
+            assert_exact(first[name][:, head, start : t + 1], exact, terms, rounded_once, of_terms)
             untouched[:, head, start : t + 1] = case[name][:, head, start : t + 1]
         assert_same_bits(untouched, case[name])
 
@@ -295,7 +298,7 @@ def make_qkv(B, D, H, head_dim, count, dtype, device, bias=True, cap=None, late=
     }
 
 
-def check_qkv(op: Callable, case: dict, rounded_once: bool) -> None:
+def check_qkv(op: Callable, case: dict, rounded_once: bool, of_terms: float = 0.0) -> None:
     count, t = int(case["count"]), int(case["position"])
     heads = case["idx"][:count].long()
     first, second = copy.deepcopy(case), copy.deepcopy(case)
@@ -307,11 +310,11 @@ def check_qkv(op: Callable, case: dict, rounded_once: bool) -> None:
     if case["b"] is not None:
         b = case["b"][heads].double()
         exact, terms = exact + b, terms + b.abs()
-    assert_exact(q[:, :count], exact[:, :, 0], terms[:, :, 0], rounded_once)
+    assert_exact(q[:, :count], exact[:, :, 0], terms[:, :, 0], rounded_once, of_terms)
     assert_same_bits(q[:, :count], again[:, :count])
     now = torch.ones_like(heads, dtype=torch.bool) if case["watermark"] is None else case["watermark"][heads] >= t
     for part, name in ((1, "k_cache"), (2, "v_cache")):
-        assert_exact(first[name][:, heads[now], t], exact[:, now, part], terms[:, now, part], rounded_once)
+        assert_exact(first[name][:, heads[now], t], exact[:, now, part], terms[:, now, part], rounded_once, of_terms)
         assert_same_bits(first[name], second[name])
         untouched = first[name].clone()
         untouched[:, heads[now], t] = case[name][:, heads[now], t]

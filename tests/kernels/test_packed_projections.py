@@ -1,11 +1,16 @@
 """Projections over 4-bit rows against fp64 products with the rows that bitsandbytes decodes."""
 
+import copy
+import random
+from functools import partial
+
 import pytest
 import torch
 from kernel_cases import (
     DTYPES,
     NAN,
     assert_exact,
+    check_beyond,
     check_down,
     check_qkv,
     check_recover,
@@ -17,14 +22,29 @@ from kernel_cases import (
     randn,
 )
 
-from dejavu_ds.kernels import packed_weight
+from dejavu_ds.kernels import gather_down_proj, packed_recover_kv, packed_rows, packed_weight
+from dejavu_ds.kernels.configs import Config, token_block
 from dejavu_ds.kernels.dense import as_tensor, linear, times
 from dejavu_ds.kernels.ops import ops_for
-from dejavu_ds.kernels.packed_ops import packed_ops_for
+from dejavu_ds.kernels.packed_down_proj import packed_down_proj
+from dejavu_ds.kernels.packed_ops import PACKED_TORCH, PACKED_TRITON, packed_ops_for
+from dejavu_ds.kernels.packed_up_proj import packed_up_proj
 from dejavu_ds.quantize import QuantizeConfig, bitsandbytes_functional, pack
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
+PACKED = {"triton": PACKED_TRITON, "torch": PACKED_TORCH}
 NF4, FP4, NESTED = QuantizeConfig(), QuantizeConfig("fp4", 128), QuantizeConfig(nested=True)
+
+
+@pytest.fixture(
+    params=[("triton", None), ("torch", 2**18), ("torch", 512)], ids=["triton", "torch", "torch, many tiles"]
+)
+def implementation(request, monkeypatch):
+    """And the elements that the twins decode together."""
+    name, tile = request.param
+    monkeypatch.setattr(packed_weight, "_TILE_ELEMENTS", {})
+    monkeypatch.setattr(packed_weight, "_TILE_ELEMENTS_ELSEWHERE", tile)
+    return name
 
 
 @pytest.fixture(params=[2**18, 512], ids=["one tile", "many tiles"])
@@ -44,11 +64,36 @@ def decoded(w: torch.Tensor, config: QuantizeConfig) -> torch.Tensor:
     return functional.dequantize_4bit(data, state).view(w.shape)
 
 
-def over_packed(op, case: dict, config: QuantizeConfig):
-    """`op` with the case's weight packed; the case then holds the decoded weight, for the truth."""
+def over_packed(op, case: dict, config: QuantizeConfig, exactly: bool = False):
+    """`op` with the case's weight packed; the case then holds the decoded weight, for the truth.
+
+    exactly: as the code's values times the scales in fp32, before they are rounded to the dtype.
+    """
     packed = pack(case["w"], config)
-    case["w"] = decoded(case["w"], config)
+    case["w"] = copy.deepcopy(packed).float().dequantize() if exactly else decoded(case["w"], config)
     return lambda **given: op(**{**given, "w": packed})
+
+
+def product_error(dtype: torch.dtype, dot: bool, half: float = 0.0) -> float:
+    """What a kernel rounds of its products besides the sum in fp32, relative to their magnitudes.
+
+    Tensor cores take the table's or the decoded values in the dtype, which the interpreter does not round but cut off
+    for bf16; for 16 bits the compiled lookup holds the table in fp16. `half`: how many roundings to half precision a
+    product passes.
+    """
+    compiled = torch.cuda.is_available() and dtype != torch.float32
+    in_dtype = dot * torch.finfo(dtype).eps / (1 if dtype == torch.bfloat16 and not compiled else 2)
+    return 1.01 * (in_dtype + 2**-11 * (compiled + half * (compiled and dtype == torch.float16)))
+
+
+def rounded_of(implementation: str, dtype: torch.dtype, B: int, half: float = 0.0) -> tuple[bool, float]:
+    """`rounded_once` and `of_terms` of the checks."""
+    triton = implementation == "triton"
+    return triton, product_error(dtype, token_block(B)[1], half) if triton else 0.0
+
+
+# Of 16 products in half precision each passes at most 4 additions to one of four sums, and 1 when two of them meet.
+UP_HALF = 5
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -56,16 +101,19 @@ def over_packed(op, case: dict, config: QuantizeConfig):
     "B, D, units, count, group, bias, relu, config",
     [
         (1, 64, 40, 11, 1, True, True, NF4),
-        (3, 256, 40, 40, 1, True, False, NESTED),
-        (2, 128, 9, 4, 15, False, True, FP4),
+        (3, 256, 14, 14, 1, True, False, NESTED),
+        (2, 128, 9, 4, 5, False, True, FP4),
         (17, 192, 7, 0, 3, True, True, NF4),
-        (2, 128, 5, 5, 8, True, False, NF4),
+        (2, 128, 5, 5, 3, True, False, NF4),
+        (5, 128, 40, 33, 1, True, True, FP4),
+        (17, 192, 7, 7, 3, False, False, NESTED),
     ],
 )
-def test_up(B, D, units, count, group, bias, relu, config, dtype, device, tiles):
+def test_up(implementation, B, D, units, count, group, bias, relu, config, dtype, device):
     torch.manual_seed(0)
     case = make_up(B, D, units, count, group, bias, relu, dtype, device)
-    check_up(over_packed(packed_ops_for(device).gather_up_proj, case, config), case, rounded_once=False)
+    op = over_packed(PACKED[implementation].gather_up_proj, case, config, implementation == "triton")
+    check_up(op, case, *rounded_of(implementation, dtype, B, UP_HALF))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -77,19 +125,23 @@ def test_up(B, D, units, count, group, bias, relu, config, dtype, device, tiles)
         (3, 256, 9, 9, 16, False, NESTED),
         (2, 128, 9, 4, 15, False, FP4),
         (6, 192, 7, 0, 1, False, NF4),
+        (1, 192, 300, 300, 1, False, NESTED),  # several steps, a strip that is not full
+        (6, 192, 150, 140, 1, True, NF4),
+        (17, 128, 30, 21, 5, False, FP4),
     ],
 )
-def test_down(B, D, units, count, group, skip_zeros, config, dtype, device, tiles):
+def test_down(implementation, B, D, units, count, group, skip_zeros, config, dtype, device):
     torch.manual_seed(0)
     case = make_down(B, D, units, count, group, skip_zeros, dtype, device)
-    check_down(over_packed(packed_ops_for(device).gather_down_proj, case, config), case, rounded_once=False)
+    op = over_packed(PACKED[implementation].gather_down_proj, case, config, implementation == "triton")
+    check_down(op, case, *rounded_of(implementation, dtype, B))
 
 
-def test_down_into_an_fp32_part(device):
+def test_down_into_an_fp32_part(implementation, device):
     """As a rank's part of a sum: the same product, written where it was asked for."""
     torch.manual_seed(0)
     case = make_down(2, 128, 20, 7, 1, False, torch.float16, device)
-    op = over_packed(packed_ops_for(device).gather_down_proj, case, NF4)
+    op = over_packed(PACKED[implementation].gather_down_proj, case, NF4)
     out = torch.full((2, 128), NAN, device=device)
     assert op(**case, out=out).data_ptr() == out.data_ptr()
     torch.testing.assert_close(out, op(**case).sum(0), atol=0, rtol=0)
@@ -99,16 +151,18 @@ def test_down_into_an_fp32_part(device):
 @pytest.mark.parametrize(
     "B, D, H, head_dim, count, bias, config",
     [
-        (1, 64, 4, 20, 3, True, NF4),
-        (3, 128, 3, 16, 2, False, FP4),
+        (1, 64, 4, 5, 3, True, NF4),
+        (3, 128, 3, 6, 2, False, FP4),
         (2, 128, 3, 5, 3, True, NESTED),
         (2, 64, 3, 5, 0, True, NF4),
+        (6, 128, 3, 20, 3, True, NESTED),
     ],
 )
-def test_qkv(B, D, H, head_dim, count, bias, config, dtype, device, tiles):
+def test_qkv(implementation, B, D, H, head_dim, count, bias, config, dtype, device):
     torch.manual_seed(0)
     case = make_qkv(B, D, H, head_dim, count, dtype, device, bias=bias)
-    check_qkv(over_packed(packed_ops_for(device).gather_qkv, case, config), case, rounded_once=False)
+    op = over_packed(PACKED[implementation].gather_qkv, case, config, implementation == "triton")
+    check_qkv(op, case, *rounded_of(implementation, dtype, B, UP_HALF))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -120,10 +174,12 @@ def test_qkv(B, D, H, head_dim, count, bias, config, dtype, device, tiles):
         (3, 4, 64, 1, 32, 9, 4, [0], [False], False, NF4),
     ],
 )
-def test_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, config, dtype, device):
+def test_recover(implementation, B, W, D, H, head_dim, T, t, watermark, selected, bias, config, dtype, device):
     torch.manual_seed(0)
     case = make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device, spare=1)
-    check_recover(over_packed(packed_ops_for(device).recover_kv, case, config), case, rounded_once=False)
+    op = over_packed(PACKED[implementation].recover_kv, case, config, implementation == "triton")
+    triton = implementation == "triton"
+    check_recover(op, case, triton, product_error(dtype, True) if triton else 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -141,6 +197,94 @@ def test_every_row(shape, config, dtype, device, tiles):
     assert_exact(linear(x, packed, b), exact, terms, rounded_once=False)
     assert_exact(linear(x, packed), exact - b.double(), terms, rounded_once=False)
     assert_exact(times(h, pack(weight.flatten(0, 2), config)), h.double() @ w, h.double().abs() @ w.abs(), False)
+
+
+def tiny(B: int, rows: int, columns: int, programs: int) -> Config:
+    """Of few rows and columns, so that small cases take several steps in either direction."""
+    block_b, dot = token_block(B)
+    return Config(block_b, 16 if dot else rows, 64 if dot else columns, dot, 3 if dot else 1, 1, programs)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("B", [2, 6])
+@pytest.mark.parametrize("group, cap, counts", [(1, 8, (0, 1, 5)), (6, 3, (0, 1, 2))])
+def test_what_stands_beyond_the_count(group, cap, counts, B, programs, device):
+    torch.manual_seed(0)
+    for count in counts:
+        case = make_up(B, 64, 12, count, group, True, True, torch.float16, device, cap=cap)
+        op = over_packed(partial(packed_up_proj, config=tiny(B, 2, 32, programs)), case, NF4)
+        check_beyond(op, case, lambda y, end=count * group: y[:, :end])
+        case = make_down(B, 64, 12, count, group, True, torch.float16, device, cap=cap)
+        op = over_packed(partial(packed_down_proj, config=tiny(B, 8, 32, programs)), case, NF4)
+        check_beyond(op, case, lambda y: y)
+
+
+RANDOM_CASES = 2_000 if torch.cuda.is_available() else 60
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM_CASES, 20))
+def test_random_cases(first, device, monkeypatch):
+    """A failure names its seed: `run_case(seed, device)` is the case."""
+    monkeypatch.setattr(gather_down_proj, "_LEAST_ROWS", 16)
+    monkeypatch.setattr(packed_recover_kv, "_PROGRAMS", 2)
+    for seed in range(first, first + 20):
+        try:
+            run_case(seed, device)
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {type(error).__name__}: {error}", pytrace=True)
+
+
+def run_case(seed: int, device: str) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype, D, B = rng.choice(list(DTYPES.values())), rng.choice((128, 384)), rng.choice((1, 2, 3, 4, 5, 16, 17))
+    config = QuantizeConfig(rng.choice(("nf4", "fp4")), rng.choice((64, 128)), rng.random() < 0.3)
+    kind, bias = rng.choice(("up", "qkv", "down", "recover")), rng.random() < 0.5
+    units, group = rng.randint(1, 7), rng.choice((1, 3))
+    # What is read of no weight is NaN, and there is no mean of all scales then.
+    cap = units if config.nested else rng.randint(1, units)
+    count = units if config.nested else rng.randint(0, cap)
+    if kind == "recover":
+        W, t = rng.randint(1, 9), rng.randint(0, 12)
+        watermark = [max(0, t - (W if config.nested else rng.randint(0, W))) for _ in range(3)]
+        selected = [config.nested or rng.random() < 0.5 for _ in range(3)]
+        case = make_recover(B, W, D, 3, 5, 13, t, watermark, selected, bias, dtype, device, spare=1)
+        if config.nested:
+            case["w"].nan_to_num_(0.5)
+        op = over_packed(PACKED_TRITON.recover_kv, case, config, exactly=True)
+        return check_recover(op, case, True, product_error(dtype, True))
+    if kind == "up":
+        case = make_up(B, D, units, count, group, bias, bias, dtype, device, cap=cap)
+        given = rng.choice((None, tiny(B, rng.choice((1, 2)), 64, 3)))
+        op = over_packed(partial(packed_up_proj, config=given), case, config, exactly=True)
+        return check_up(op, case, *rounded_of("triton", dtype, B, UP_HALF))
+    if kind == "qkv":
+        case = make_qkv(B, D, units, rng.choice((2, 5)), min(count, 4), dtype, device, bias=bias, cap=cap)
+        if config.nested:
+            case["w"].nan_to_num_(0.5)
+        op = over_packed(PACKED_TRITON.gather_qkv, case, config, exactly=True)
+        return check_qkv(op, case, *rounded_of("triton", dtype, B, UP_HALF))
+    skip = not config.nested and rng.random() < 0.5
+    case = make_down(B, D, 4 * units, count, group, skip, dtype, device, cap=4 * units if config.nested else cap)
+    if config.nested:
+        case["w"].nan_to_num_(0.5)
+    given = rng.choice((None, tiny(B, rng.choice((8, 16)), 64, 9)))
+    op = over_packed(partial(packed_down_proj, config=given), case, config, exactly=True)
+    return check_down(op, case, *rounded_of("triton", dtype, B))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("config", [NF4, FP4, NESTED], ids=str)
+@pytest.mark.parametrize("rows, columns", [((0, 10), (0, 384)), ((3, 4), (128, 256)), ((10, 10), (0, 128))], ids=str)
+def test_a_tile_has_the_bits_of_bitsandbytes(rows, columns, config, dtype, device, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(packed_rows, "_BLOCK", 128)
+    weight = randn(2, 5, 384, dtype=dtype, device=device)
+    w, tile = pack(weight, config), (slice(*rows), slice(*columns))
+    expected = decoded(weight, config).flatten(0, 1)[tile]
+    assert torch.equal(packed_rows.packed_tile_ref(w, *tile), expected)
+    if torch.cuda.is_available() or dtype != torch.bfloat16:  # the interpreter does not round to bf16 but cuts off
+        assert torch.equal(packed_rows.packed_tile(w, *tile), expected)
 
 
 def test_a_weight_in_16_bits_is_left_to_torch(device):

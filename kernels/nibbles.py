@@ -1,0 +1,452 @@
+"""What the kernels over 4-bit rows share: decoding of nibbles and scales, and products of packed rows.
+
+A packed row is read in words of 8 bytes, 16 elements. Compiled, a nibble is looked up by byte permutes (PTX `prmt`),
+four at a time: a permute selects among 8 bytes by three bits of a selector nibble; the fourth asks for the sign of the
+byte, eight times over. So the table is cut by the fourth bit of the code into two halves of 8 magnitudes in fp16, and
+each magnitude into its two bytes. The nibbles as they are select from the one half, with their fourth bits turned over
+from the other. For a nibble of the other half the high byte comes out as zero, since magnitudes have no sign, and the
+low byte as 0 or 255: at most 255 * 2 ** -24. The difference of the two is the value, in one subtraction that rounds
+that rest away. No mask, no comparison, nothing to merge; what is left is two permutes to put high and low bytes
+together.
+
+Inline assembly does not run in Triton's interpreter, and fp16 is too short for fp32 activations: `lookup_of` then gives
+a plain lookup in the table in memory, which is exact. Everything else is one code for both.
+"""
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dejavu_ds.kernels.packed_weight import NESTED_BLOCK, PackedWeight
+from dejavu_ds.kernels.tiles import _INTERPRETED, dot
+
+WORD = 16
+"""Elements in a word of 8 bytes, what a thread loads of a row at a time."""
+_WORD = tl.constexpr(WORD)
+_NESTED_BLOCK = tl.constexpr(NESTED_BLOCK)
+
+
+class Lookup(NamedTuple):
+    """How a kernel decodes nibbles: by inline assembly, or "" by the table in memory.
+
+    pairs  a word to 8 registers of two fp16 elements each, in order
+    bytes  4 bytes to their high nibbles and their low ones, in fp16
+    add, add_half  a word times a number added to 16 sums in fp32, to 8 pairs of sums in fp16
+    table  [32] int32, what the assembly takes as arguments, each 8 times; or fp32 [16], the table
+    """
+
+    pairs: str
+    bytes: str
+    add: str
+    add_half: str
+    table: torch.Tensor
+
+
+def lookup_of(w: PackedWeight, dtype: torch.dtype) -> Lookup:
+    """The lookup for a weight and activations of `dtype`; the one place where it is chosen."""
+    if _INTERPRETED or dtype.itemsize != 2:
+        return Lookup("", "", "", "", w.code)
+    return permute_lookup(w.code_values, w.device)
+
+
+@cache
+def permute_lookup(code: tuple[float, ...], device: torch.device | str) -> Lookup:
+    """Byte permutes for a table of 16 values.
+
+    Raises:
+        ValueError: a table that they cannot look up: values of both signs within its first or its last 8, or some
+            other than 0 below 2 ** -8, where what the other half leaves behind would be seen.
+    """
+    if any(min(part) < 0 < max(part) for part in (code[:8], code[8:])) or any(0 < abs(v) < 2**-8 for v in code):
+        raise ValueError(f"no permutes for the table {list(code)}: each half of one sign, values of at least 2 ** -8")
+    # A permute takes one immediate operand. The other would be moved into a register over and over again, also out of a
+    # uniform register, were it known to be the same for all threads. So each loads it, from places that may differ.
+    planes = [_planes(half) for half in (code[:8], code[8:])]
+    first = torch.tensor([low for half in planes for low, _ in half], dtype=torch.int64).to(torch.int32)
+    second = tuple(high for half in planes for _, high in half)
+    negative = min(code[:8]) < 0
+    return Lookup(
+        _pairs_asm(second, negative),
+        _bytes_asm(second, negative),
+        _add_asm(second, negative),
+        _add_half_asm(second, negative),
+        first.repeat_interleave(8).to(device),
+    )
+
+
+# Of two bytes' nibbles, where low and high bytes are that make up a pair of fp16: elements 0 and 1, and 2 and 3;
+# elements 0 and 2, and 1 and 3. The element of a high nibble comes first.
+_IN_ORDER = ("0x4051", "0x6273")
+_BY_NIBBLE = ("0x7351", "0x6240")
+
+
+_REGISTERS = "{ .reg .b32 s, c, la, ha, lb, hb, a, b;"
+
+
+def _pairs_asm(second: tuple[int, ...], negative: bool) -> str:
+    outs = [f"${i}" for i in range(8)]
+    return "\n".join([_REGISTERS, *_word(second, negative, "$8", range(9, 13), outs), "}"])
+
+
+def _bytes_asm(second: tuple[int, ...], negative: bool) -> str:
+    return "\n".join(
+        [
+            _REGISTERS,
+            "mov.b32 s, $4; xor.b32 c, $4, 0x88888888;",
+            *_two_bytes(second, negative, range(5, 21, 4), _BY_NIBBLE, ("$0", "$2")),
+            "shr.u32 s, s, 16; shr.u32 c, c, 16;",
+            *_two_bytes(second, negative, range(5, 21, 4), _BY_NIBBLE, ("$1", "$3")),
+            "}",
+        ]
+    )
+
+
+def _add_asm(second: tuple[int, ...], negative: bool) -> str:
+    """Outputs 16 sums; arguments the word, the factor, the table, 16 sums before. Nothing is done for a factor of 0."""
+    outs = [f"v{i}" for i in range(8)]
+    return "\n".join(
+        [
+            _REGISTERS,
+            ".reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g; .reg .pred p;",
+            *(f"mov.f32 ${i}, ${22 + i};" for i in range(16)),
+            "setp.eq.f32 p, $17, 0f00000000; @p bra DONE;",
+            *_word(second, negative, "$16", range(18, 22), outs),
+            *(
+                f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, ${2 * i};"
+                f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, ${2 * i + 1};"
+                for i in range(8)
+            ),
+            "DONE: }",
+        ]
+    )
+
+
+def _add_half_asm(second: tuple[int, ...], negative: bool) -> str:
+    """The same for 8 pairs of sums."""
+    outs = [f"v{i}" for i in range(8)]
+    return "\n".join(
+        [
+            _REGISTERS,
+            ".reg .b32 v<8>, t; .reg .b16 e; .reg .pred p;",
+            *(f"mov.b32 ${i}, ${14 + i};" for i in range(8)),
+            "setp.eq.f32 p, $9, 0f00000000; @p bra DONE;",
+            "cvt.rn.f16.f32 e, $9; mov.b32 t, {e, e};",
+            *_word(second, negative, "$8", range(10, 14), outs),
+            *(f"fma.rn.f16x2 ${i}, v{i}, t, ${i};" for i in range(8)),
+            "DONE: }",
+        ]
+    )
+
+
+def _word(second: tuple[int, ...], negative: bool, word: str, table: range, outs: list[str]) -> list[str]:
+    """16 elements of a register of 64 bits into 8 of pairs."""
+    lines = [f".reg .b32 w0, w1; mov.b64 {{w0, w1}}, {word};"]
+    for half in (0, 1):
+        lines.append(f"mov.b32 s, w{half}; xor.b32 c, w{half}, 0x88888888;")
+        lines += _two_bytes(second, negative, table, _IN_ORDER, outs[4 * half : 4 * half + 2])
+        lines.append("shr.u32 s, s, 16; shr.u32 c, c, 16;")
+        lines += _two_bytes(second, negative, table, _IN_ORDER, outs[4 * half + 2 : 4 * half + 4])
+    return lines
+
+
+def _two_bytes(
+    second: tuple[int, ...], negative: bool, table: range, order: tuple[str, str], outs: Sequence[str]
+) -> list[str]:
+    """The 4 nibbles at the low end of s, and in c those with the fourth bits turned over, into two registers."""
+    lookups = zip(("la", "ha", "lb", "hb"), table, second, ("s", "s", "c", "c"), strict=True)
+    difference = "b, a" if negative else "a, b"
+    return [
+        *(f"prmt.b32 {out}, ${first}, {high}, {sel};" for out, first, high, sel in lookups),
+        *(
+            f"prmt.b32 a, la, ha, {pair}; prmt.b32 b, lb, hb, {pair}; sub.rn.f16x2 {out}, {difference};"
+            for pair, out in zip(order, outs, strict=True)
+        ),
+    ]
+
+
+def _planes(half: tuple[float, ...]) -> list[tuple[int, int]]:
+    """Low and high bytes of 8 magnitudes in fp16, each as the two registers that a permute selects from."""
+    halves = [struct.pack("<e", abs(value)) for value in half]
+    return [
+        tuple(int.from_bytes(bytes(v[byte] for v in halves[i : i + 4]), "little") for i in (0, 4)) for byte in (0, 1)
+    ]
+
+
+# Each pair of a word times its pair of x, in half precision; the two sums of 8 products are added in fp32.
+_DOT_ASM = tl.constexpr(
+    "{ .reg .b16 a, b; .reg .b32 s, t; .reg .f32 f, g;\n"
+    "mul.rn.f16x2 s, $1, $9; mul.rn.f16x2 t, $2, $10;\n"
+    + "".join(f"fma.rn.f16x2 {'st'[i % 2]}, ${1 + i}, ${9 + i}, {'st'[i % 2]};\n" for i in range(2, 8))
+    + "add.rn.f16x2 s, s, t; mov.b32 {a, b}, s; cvt.f32.f16 f, a; cvt.f32.f16 g, b; add.f32 $0, f, g; }"
+)
+_SPLIT_ASM = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
+
+
+@triton.jit
+def load_table(table_ptr, offs, ASM: tl.constexpr):
+    """What `decode` and its like take as `table`, once a program; offs: of the words, in their layout."""
+    if ASM == "":
+        return (table_ptr, table_ptr, table_ptr, table_ptr)
+    else:
+        ptrs = table_ptr + offs % 8
+        return (tl.load(ptrs), tl.load(ptrs + 8), tl.load(ptrs + 16), tl.load(ptrs + 24))
+
+
+@triton.jit
+def decode_pairs(q, table, ASM: tl.constexpr):
+    """16 elements of each int64 of q as 8 int32, two fp16 in each."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r,r,r,r", [q, table[0], table[1], table[2], table[3]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def split_pairs(pairs):
+    """First and second fp16 of each int32, in fp32."""
+    return tl.inline_asm_elementwise(
+        _SPLIT_ASM, "=f,=f,r", [pairs], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def add_word(acc, q, s, table, ASM: tl.constexpr):
+    """The 16 tensors acc, fp32, and s times the elements of q, a tensor of words."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&f" + ",=&f" * 15 + ",l,f,r,r,r,r" + ",f" * 16,
+        [q, s, table[0], table[1], table[2], table[3],
+         acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+         acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
+               tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_word_half(acc, q, s, table, ASM: tl.constexpr):
+    """The same of 8 tensors of pairs in fp16, in half precision."""
+    return tl.inline_asm_elementwise(
+        ASM, "=&r" + ",=&r" * 7 + ",l,f,r,r,r,r" + ",r" * 8,
+        [q, s, table[0], table[1], table[2], table[3],
+         acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode(q, table, ASM: tl.constexpr):
+    """16 elements of each int64 of q without their scale, as a tuple of 16 fp32 tensors."""
+    out = ()
+    if ASM == "":
+        for i in tl.static_range(_WORD):
+            # The first of a byte's two elements is its high nibble.
+            out = out + (tl.load(table[0] + ((q >> (4 * (i ^ 1))) & 15)),)
+    else:
+        pairs = decode_pairs(q, table, ASM)
+        for i in tl.static_range(_WORD // 2):
+            out = out + split_pairs(pairs[i])
+    return out
+
+
+@triton.jit
+def decode_bytes(p, table, dtype: tl.constexpr, ASM: tl.constexpr):
+    """The elements of high and of low nibbles of bytes p without their scale, in `dtype`."""
+    if ASM == "":
+        high = tl.load(table[0] + (p >> 4))
+        low = tl.load(table[0] + (p & 15))
+    else:
+        # An argument of 32 bits comes as 4 registers where 4 bytes come as one.
+        high, low = tl.inline_asm_elementwise(
+            ASM, "=&r,=&r,=&r,=&r,r" + ",r" * 16, [p, table[0], table[1], table[2], table[3]],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+    return high.to(dtype), low.to(dtype)
+
+
+@triton.jit
+def _load(ptrs, mask):
+    """What is there, zeros where a mask, if there is one, says so."""
+    if mask is None:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
+def scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask):
+    """Scales of blocks `flat` of a weight in fp32; the pointers of nested ones are None where they are in fp32."""
+    absmax = _load(absmax_ptr + flat, mask)
+    if absmax_code_ptr is not None:
+        scale = _load(absmax_scale_ptr + flat // _NESTED_BLOCK, mask)
+        absmax = tl.load(absmax_code_ptr + absmax.to(tl.int32)) * scale + offset
+        if mask is not None:
+            absmax = tl.where(mask, absmax, 0.0)
+    return absmax
+
+
+@triton.jit
+def offset_of(absmax_offset_ptr):
+    """What is added to nested scales."""
+    if absmax_offset_ptr is None:
+        return 0.0
+    else:
+        return tl.load(absmax_offset_ptr)
+
+
+@triton.jit
+def stack(numbers, N: tl.constexpr):
+    """A tuple of N numbers as a tensor [N]."""
+    offs = tl.arange(0, N)
+    out = tl.zeros((N,), numbers[0].dtype)
+    for i in tl.static_range(N):
+        out = tl.where(offs == i, numbers[i], out)
+    return out
+
+
+@triton.jit
+def _four(x):
+    """The 4 columns of x [n, 4], in order."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _columns(x_ptrs, mask):
+    """8 or 4 columns, neighbours in memory, as a tuple; x_ptrs [n] of the first ones, mask [n] or None."""
+    WIDTH: tl.constexpr = 16 * 8 // x_ptrs.dtype.element_ty.primitive_bitwidth
+    ptrs = x_ptrs[:, None] + tl.arange(0, WIDTH)[None, :]
+    x = _load(ptrs, None if mask is None else mask[:, None])
+    if WIDTH == 4:
+        out = _four(x)
+    else:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], 4, 2)))
+        a = _four(even)
+        b = _four(odd)
+        out = (a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3])
+    return out
+
+
+@triton.jit
+def _load_x(x_ptrs, mask, HALF: tl.constexpr):
+    """16 elements from x_ptrs [n] on: with HALF 8 int32 of two each, else 16 of their dtype."""
+    out = ()
+    if HALF:
+        x_ptrs = x_ptrs.to(tl.pointer_type(tl.int32))
+        out = _columns(x_ptrs, mask) + _columns(x_ptrs + 4, mask)
+    else:
+        WIDTH: tl.constexpr = 16 * 8 // x_ptrs.dtype.element_ty.primitive_bitwidth
+        for first in tl.static_range(0, _WORD, WIDTH):
+            out = out + _columns(x_ptrs + first, mask)
+    return out
+
+
+@triton.jit
+def _sum_word(w, x, HALF: tl.constexpr):
+    """Sum over a word's elements, w from `decode_pairs` or `decode`, times x from `_load_x`: [n] fp32."""
+    if HALF:
+        y = tl.inline_asm_elementwise(
+            _DOT_ASM, "=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y = w[0] * x[0].to(tl.float32)
+        for i in tl.static_range(1, _WORD):
+            y += w[i] * x[i].to(tl.float32)
+    return y
+
+
+@triton.jit
+def packed_rows_times_tokens(
+    x_ptr, first_x, tokens, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, w_rows,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_X, BLOCK_W] fp32: tokens first_x .. of x [tokens, D] times the packed rows in a tuple, by multiply-adds.
+
+    Rows are tensors of one dimension, a word a thread, so that all that belongs together lies in one layout: a word,
+    its scale and the 16 elements of x, which serve all rows. Words are summed at once, with HALF in half precision;
+    across threads the sum is made once at the end. Unrolled, so that the loads of several tiles are in flight at once.
+    """
+    WORDS: tl.constexpr = D // _WORD
+    BLOCK: tl.constexpr = BLOCK_D // _WORD
+    acc = ()
+    for _ in tl.static_range(BLOCK_X * BLOCK_W):
+        acc = acc + (tl.zeros((BLOCK,), dtype=tl.float32),)
+    for d in tl.static_range(0, WORDS, BLOCK):
+        offs = d + tl.arange(0, BLOCK)
+        mask = None
+        if WORDS % BLOCK != 0:
+            mask = offs < WORDS
+        x = ()
+        for b in tl.static_range(BLOCK_X):
+            token = tl.minimum(first_x + b, tokens - 1) if BLOCK_X > 1 else first_x
+            x = x + (_load_x(x_ptr + token * D + offs * _WORD, mask, HALF),)
+        new = ()
+        for r in tl.static_range(BLOCK_W):
+            # Weights pass through the L1 cache, x stays in it.
+            w_ptrs = w_ptr + w_rows[r] * WORDS + offs
+            if mask is None:
+                q = tl.load(w_ptrs, eviction_policy="evict_first")
+            else:
+                q = tl.load(w_ptrs, mask=mask, other=0, eviction_policy="evict_first")
+            flat = w_rows[r] * (D // BLOCKSIZE) + offs // (BLOCKSIZE // _WORD)
+            absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask)
+            w = decode_pairs(q, table, ASM) if HALF else decode(q, table, ASM)
+            for b in tl.static_range(BLOCK_X):
+                new = new + (acc[r * BLOCK_X + b] + _sum_word(w, x[b], HALF) * absmax,)
+        acc = new
+    offs_x = tl.arange(0, BLOCK_X)
+    y = tl.zeros((BLOCK_X, BLOCK_W), dtype=tl.float32)
+    for b in tl.static_range(BLOCK_X):
+        sums = ()
+        for r in tl.static_range(BLOCK_W):
+            sums = sums + (tl.sum(acc[r * BLOCK_X + b], axis=0),)
+        y = tl.where((offs_x == b)[:, None], stack(sums, BLOCK_W)[None, :], y)
+    return y
+
+
+@triton.jit
+def packed_rows_dot(
+    x_ptr, x_row, mask_x, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, w_row, mask_w,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_X, BLOCK_W] fp32: rows `x_row` of x [., D] times packed rows `w_row`, by tensor cores, a block at a time.
+
+    What is multiplied is the table's values in the dtype of x; the scale of the block follows in fp32.
+    """
+    BYTES: tl.constexpr = BLOCKSIZE // 2
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    w_ptr = w_ptr.to(tl.pointer_type(tl.uint8))
+    y = tl.zeros((BLOCK_X, BLOCK_W), dtype=tl.float32)
+    for block in tl.range(0, D // BLOCKSIZE, num_stages=STAGES):
+        offs_p = block * BYTES + tl.arange(0, BYTES)
+        p = tl.load(w_ptr + w_row[:, None] * (D // 2) + offs_p[None, :], mask=mask_w[:, None], other=0)
+        flat = w_row * (D // BLOCKSIZE) + block
+        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask_w)
+        offs_d = block * BLOCKSIZE + tl.arange(0, BLOCKSIZE)
+        x = tl.load(x_ptr + x_row[:, None] * D + offs_d[None, :], mask=mask_x[:, None], other=0.0)
+        even, odd = tl.split(tl.reshape(x, (BLOCK_X, BYTES, 2)))
+        high, low = decode_bytes(p, table, dtype, ASM)
+        part = dot(even, tl.trans(high), tl.zeros((BLOCK_X, BLOCK_W), dtype=tl.float32))
+        part = dot(odd, tl.trans(low), part)
+        y += part * absmax[None, :]
+    return y

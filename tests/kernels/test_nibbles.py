@@ -1,0 +1,154 @@
+"""The assembly of the 4-bit lookup, run by a small interpreter of the few PTX instructions that it has."""
+
+import re
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from dejavu_ds.kernels import nibbles
+from dejavu_ds.kernels.nibbles import permute_lookup
+from dejavu_ds.quantize import bitsandbytes_functional
+
+MASK = 0xFFFFFFFF
+
+
+@pytest.fixture(params=["nf4", "fp4"])
+def code(request) -> tuple[float, ...]:
+    return tuple(bitsandbytes_functional().get_4bit_type(request.param, device="cpu").tolist())
+
+
+def halves(bits: int) -> np.ndarray:
+    return np.array([bits], dtype=np.uint32).view(np.float16)
+
+
+def bits_of(pair: np.ndarray) -> int:
+    return int(pair.astype(np.float16).view(np.uint32)[0])
+
+
+def permute(a: int, b: int, selector: int) -> int:
+    source, out = struct.pack("<II", a, b), 0
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = source[nibble & 7]
+        if nibble & 8:
+            byte = 255 if byte & 128 else 0
+        out |= byte << 8 * i
+    return out
+
+
+def fused(a, b, c):
+    """a * b + c of fp16 rounded once: exact in fp64."""
+    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float16)
+
+
+OPERATIONS = {
+    "mov.b32": lambda a: a,
+    "mov.f32": lambda a: a,
+    "xor.b32": lambda a, b: a ^ b,
+    "shr.u32": lambda a, b: a >> b,
+    "prmt.b32": permute,
+    "sub.rn.f16x2": lambda a, b: bits_of(halves(a) - halves(b)),
+    "add.rn.f16x2": lambda a, b: bits_of(halves(a) + halves(b)),
+    "mul.rn.f16x2": lambda a, b: bits_of(halves(a) * halves(b)),
+    "fma.rn.f16x2": lambda a, b, c: bits_of(fused(halves(a), halves(b), halves(c))),
+    "cvt.f32.f16": lambda a: float(np.array([a], dtype=np.uint16).view(np.float16)[0]),
+    "cvt.rn.f16.f32": lambda a: int(np.array([a], dtype=np.float16).view(np.uint16)[0]),
+    "add.f32": lambda a, b: a + b,
+    "fma.rn.f32": lambda a, b, c: a * b + c,
+    "setp.eq.f32": lambda a, b: a == b,
+}
+
+
+def run(asm: str, outputs: int, *inputs) -> list:
+    """What the outputs $0 .. hold at the end; inputs $outputs .. are bit patterns, or numbers for those in fp32."""
+    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)} | {"0f00000000": 0.0}
+
+    def value(name: str):
+        return registers[name] if name in registers else int(name, 0)
+
+    for statement in asm.strip()[1:-1].split(";"):
+        statement = statement.replace("DONE:", "").strip()
+        if not statement or statement.startswith(".reg"):
+            continue
+        if statement == "@p bra DONE":
+            if registers["p"]:
+                break
+            continue
+        name, _, rest = statement.partition(" ")
+        target, *sources = re.findall(r"\{[^}]*\}|[^\s,]+", rest)
+        if target.startswith("{"):  # into its parts
+            parts, bits = re.findall(r"\w+", target), int(name[-2:]) // 2
+            for i, part in enumerate(parts):
+                registers[part] = value(sources[0]) >> bits * i & ((1 << bits) - 1)
+        elif sources[0].startswith("{"):  # from two of 16 bits
+            low, high = re.findall(r"\w+", sources[0])
+            registers[target] = value(low) | value(high) << 16
+        else:
+            registers[target] = OPERATIONS[name](*map(value, sources))
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def word(codes: list[int]) -> int:
+    """16 codes as they are packed: the first of two in the high nibble of a byte."""
+    return int.from_bytes(bytes(a << 4 | b for a, b in zip(codes[::2], codes[1::2], strict=True)), "little")
+
+
+def table(lookup) -> list[int]:
+    return [value & MASK for value in lookup.table[::8].tolist()]
+
+
+def random_codes(seed: int) -> list[int]:
+    return torch.randint(0, 16, (16,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pairs_are_the_code_in_fp16(seed, code):
+    lookup, codes = permute_lookup(code, "cpu"), random_codes(seed)
+    pairs = run(lookup.pairs, 8, word(codes), *table(lookup))
+    assert np.concatenate([halves(pair) for pair in pairs]).tolist() == np.float16([code[c] for c in codes]).tolist()
+
+
+def test_bytes_are_high_and_low_nibbles(code):
+    lookup = permute_lookup(code, "cpu")
+    for high, low in ((a, b) for a in range(16) for b in range(16)):
+        codes = [high, low, low, high, 15 - high, low, high, 15 - low]
+        packed = word(codes + [0] * 8) & MASK
+        # Triton gives an argument of 32 bits once for each of the four bytes.
+        outs = run(lookup.bytes, 4, packed, *(value for value in table(lookup) for _ in range(4)))
+        values = np.concatenate([halves(out) for out in outs]).tolist()
+        assert values == np.float16([code[c] for c in codes[::2] + codes[1::2]]).tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_word_added(seed, code):
+    lookup, codes = permute_lookup(code, "cpu"), random_codes(seed)
+    before, factor = [float(i) for i in range(16)], 0.375
+    expected = [b + factor * float(np.float16(code[c])) for b, c in zip(before, codes, strict=True)]
+    assert run(lookup.add, 16, word(codes), factor, *table(lookup), *before) == expected
+    assert run(lookup.add, 16, word(codes), 0.0, *table(lookup), *before) == before
+    pairs = [bits_of(np.float16(before[i : i + 2])) for i in range(0, 16, 2)]
+    after = run(lookup.add_half, 8, word(codes), factor, *table(lookup), *pairs)
+    assert np.concatenate([halves(pair) for pair in after]).tolist() == np.float16(expected).tolist()
+    assert run(lookup.add_half, 8, word(codes), 0.0, *table(lookup), *pairs) == pairs
+
+
+def test_a_word_times_x():
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((2, 16)).astype(np.float16)
+    pairs = [[bits_of(v[i : i + 2]) for i in range(0, 16, 2)] for v in (w, x)]
+    (y,) = run(nibbles._DOT_ASM.value, 1, *pairs[0], *pairs[1])
+    exact, terms = np.float64(w) @ np.float64(x), np.abs(np.float64(w)) @ np.abs(np.float64(x))
+    assert 0 < abs(y - exact) <= 5 * 2**-11 * terms  # each product passes 5 roundings
+    assert run(nibbles._SPLIT_ASM.value, 2, pairs[0][3]) == [float(w[6]), float(w[7])]
+
+
+@pytest.mark.parametrize("changed", [{3: 0.5}, {12: 1e-4}], ids=["both signs in one half", "too small"])
+def test_rejects_other_tables(changed):
+    code = [-1.0 + i / 8 for i in range(8)] + [(i + 1) / 8 for i in range(8)]
+    permute_lookup(tuple(code), "cpu")
+    for place, value in changed.items():
+        code[place] = value
+    with pytest.raises(ValueError, match="no permutes for the table"):
+        permute_lookup(tuple(code), "cpu")

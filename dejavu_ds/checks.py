@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from dejavu_ds.block import SparseBlock
 from dejavu_ds.checkpoint import refuse_quantized
+from dejavu_ds.finite import finite
 from dejavu_ds.injection_policies import Policy
 from dejavu_ds.predictor import PredictorSet
 from dejavu_ds.quantize import QuantizeConfig, check_bitsandbytes
@@ -121,7 +122,7 @@ def check_quantize(config: QuantizeConfig, dtype: torch.dtype | None) -> None:
 
 
 def check_predictor_sizes(predictors: PredictorSet, policy: Policy, model: PreTrainedModel) -> None:
-    """ValueError for a predictor that is not calibrated, or whose sizes are not those of the model's layer."""
+    """ValueError for a predictor that is not calibrated, not finite, or not of the sizes of the model's layer."""
     for i, layer in enumerate(policy.layers(model)):
         ffn, hidden = policy.parts(layer).fc1.weight.shape
         for unit, units in (("mlp", ffn), ("heads", model.config.num_attention_heads)):
@@ -136,6 +137,10 @@ def check_predictor_sizes(predictors: PredictorSet, policy: Policy, model: PreTr
                 )
             if predictor.quantiles is None:
                 raise ValueError(f"the {unit} predictor of layer {i} is not calibrated; call its calibrate first")
+            if not all(finite(p.detach()) for p in predictor.parameters()):
+                raise ValueError(
+                    f"the {unit} predictor of layer {i} has weights that are NaN or infinite; train it anew"
+                )
 
 
 def check_tensor_parallel(ds_config: DeepSpeedInferenceConfig, model_config) -> None:

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.module_inject.layers import LmHeadLinearAllreduce
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_ds import decode, generation
@@ -30,6 +30,7 @@ from dejavu_ds.checks import (
 from dejavu_ds.collectives import TensorParallel, no_compilation
 from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
+from dejavu_ds.finite import check_weights
 from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.kernels import packed_ops
@@ -75,6 +76,7 @@ def init_inference(
 
     Raises:
         ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong.
+        NonFiniteError: a ValueError, later, but on every rank too: weights that are NaN or infinite in this dtype.
     """
     ds_config = merge_config(config, kwargs)
     if not isinstance(model, str | os.PathLike | PreTrainedModel):
@@ -142,6 +144,9 @@ class DejaVuEngine(InferenceEngine):
         model.eval().requires_grad_(False)
         # Our blocks take Hugging Face's mask as scaled_dot_product_attention does, whatever the model was loaded with.
         model.set_attn_implementation("sdpa")
+        if model.generation_config.use_cache is False:
+            # Left there by training; it is no wish of who generates, and steps need the cache.
+            model.generation_config.use_cache = True
         tied = model.config.tie_word_embeddings
         layers = policy.layers(model)
         for i, layer in enumerate(layers):
@@ -166,6 +171,7 @@ class DejaVuEngine(InferenceEngine):
         device = self.device if quantize is None else torch.device(get_accelerator().current_device_name())
         self.tp = tp.with_one_shot(self.module.config.hidden_size, device)
         self._ops = ops_for(device)
+        check_weights(self.module, self.tp, device)
         self._pack(device)
         head = self.module.lm_head
         if isinstance(head, LmHeadLinearAllreduce):
@@ -192,6 +198,26 @@ class DejaVuEngine(InferenceEngine):
         for block in self.blocks:
             block.to(device).pack(ops, self.tp, partial(pack, config=self.quantize))
         self.module.to(device)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The defaults of `generate`, the model's own."""
+        return self.module.generation_config
+
+    def can_generate(self) -> bool:
+        """True; this and what follows is asked by `transformers.pipeline`."""
+        return self.module.can_generate()
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict]:
+        return self.module._prepare_generation_config(*args, **kwargs)
+
+    @property
+    def input_modalities(self) -> Any:
+        return self.module.input_modalities
+
+    @property
+    def output_modalities(self) -> Any:
+        return self.module.output_modalities
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -300,7 +326,7 @@ class DejaVuEngine(InferenceEngine):
         ids = kwargs.get("input_ids", kwargs.get("inputs", inputs[0] if inputs else None))
         if ids is not None:
             self._check_inputs(ids, None)
-        kwargs["stopping_criteria"] = generation.prepare(self.module.generation_config, kwargs)
+        kwargs["stopping_criteria"] = generation.prepare(self.module, kwargs)
         loop = partial(
             generation.sample,
             engine=self,

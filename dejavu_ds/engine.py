@@ -83,6 +83,8 @@ def init_inference(
         raise TypeError(f"model must be a name, a folder or a loaded OPTForCausalLM, got {type(model).__name__}")
     if sparsity is not None and not isinstance(sparsity, SparsityConfig):
         raise TypeError(f"sparsity must be a SparsityConfig, got {type(sparsity).__name__}")
+    if predictors is not None and not isinstance(predictors, str | os.PathLike | PredictorSet):
+        raise TypeError(f"predictors must be a folder, a hub id or a PredictorSet, got {type(predictors).__name__}")
     if predictors is None and sparsity is not None:
         raise ValueError("sparsity is given without predictors; pass predictors=, or leave sparsity out for dense")
     quantize = QuantizeConfig.of(quantize)
@@ -280,6 +282,8 @@ class DejaVuEngine(InferenceEngine):
         Returns:
             logits [B, S, V], the cache, hidden states.
         """
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be 0, for all, or a number of last positions, got {logits_to_keep}")
         past = past_key_values if past_key_values is not None else cache
         inputs = self._check_inputs(input_ids, inputs_embeds)
         B, S = inputs.shape[:2]

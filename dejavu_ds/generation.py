@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -39,9 +40,13 @@ def prepare(model: PreTrainedModel, kwargs: dict[str, Any]) -> StoppingCriteriaL
         kwargs: of `generate`; tokenizer and stop strings are taken out.
 
     Raises:
-        ValueError: by name, for a way of generating that the loop or its cache cannot follow.
+        ValueError, TypeError: by name, for what the loop or its cache cannot follow, or transformers would not notice.
     """
     given = copy.deepcopy(kwargs.get("generation_config"))
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
+        for length in (kwargs.get(name), getattr(given, name, None)):
+            if not isinstance(length, Integral | None):
+                raise TypeError(f"{name} must be a whole number, got {length!r}")
     others = {name: value for name, value in kwargs.items() if name != "generation_config"}
     config, _ = model._prepare_generation_config(given, **others)
     if config.use_cache is False:
@@ -58,6 +63,12 @@ def prepare(model: PreTrainedModel, kwargs: dict[str, Any]) -> StoppingCriteriaL
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(f"{name}=True is not supported by generate; use engine.forward for hidden states")
+    if (number := config.num_return_sequences) is not None and number < 1:
+        raise ValueError(f"num_return_sequences must be at least 1, got {number}")
+    if [] in (config.bad_words_ids or []):
+        raise ValueError("bad_words_ids has an empty word, leave it out")
+    if config.guidance_scale not in (None, 1) and kwargs.get("inputs_embeds") is not None:
+        raise ValueError(f"guidance_scale={config.guidance_scale} needs input_ids: it runs the last token by itself")
     if config.is_assistant:
         raise ValueError("is_assistant=True: the engine cannot be the assistant of another model, leave it out")
     if config.token_healing:

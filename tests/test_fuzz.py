@@ -24,18 +24,16 @@ VOCAB, POSITIONS = 131, 40
 SIZES = {"max_position_embeddings": POSITIONS, "num_hidden_layers": 3}
 NAN, INF = float("nan"), float("inf")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# More of them, and other ones each time: pytest tests/test_fuzz.py --hypothesis-profile=long
-settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-settings.register_profile("long", settings.get_profile("ci"), derandomize=False, max_examples=5000)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def examples(number: int):
-    """So many of them, or as many as the profile says that was asked for."""
-    profile = settings.get_profile("ci")
-    asked = settings.default
-    return asked if asked.max_examples > 1000 else settings(profile, max_examples=number)
+def examples(number: int) -> settings:
+    """So many of them, the same in every run; with --hypothesis-profile=long more, and other ones each time."""
+    asked = settings.get_profile(settings.get_current_profile_name())
+    if settings.get_current_profile_name() == "long":
+        return asked
+    return settings(deadline=None, derandomize=True, max_examples=number, suppress_health_check=list(HealthCheck))
 
 
 def check_refusal(error: Exception) -> None:

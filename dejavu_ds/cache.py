@@ -133,6 +133,24 @@ class DejaVuCache:
         self.length += tokens
         self.position += tokens
 
+    @torch.inference_mode(False)
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens, as transformers' caches do; positions go on from what is left.
+
+        A head that skipped some of what is left still finds their inputs: at most the window's last ones are missing.
+
+        Raises ValueError for a length that is not among 0..`length`.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"the cache holds {self.length} tokens and cannot be cropped to {length}")
+        self.position_ids -= self.key_mask[:, length : self.length].sum(1)
+        self.key_mask[:, length : self.length] = True
+        self.position.fill_(length)
+        for layer in self.layers:
+            if layer.watermark is not None:
+                layer.watermark.clamp_(max=length)
+        self.length = length
+
     def progress(self) -> list[torch.Tensor]:
         """The tensors by which a decode step moves on; what else it writes, it would write again."""
         watermarks = [layer.watermark for layer in self.layers if layer.watermark is not None]

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from dejavu_ds import tensor_files
+from dejavu_ds.finite import NonFiniteError, finite
 from dejavu_ds.injection_policies import policy_for
 from dejavu_ds.tensor_files import TensorFiles
 
@@ -137,7 +138,7 @@ class Weights:
             leave_out: modules inside to leave as they are.
 
         Raises:
-            ValueError: values that are not finite, with the name of the tensor.
+            NonFiniteError: values that are not finite, with the name of the tensor.
         """
         for name, child in module.named_children():
             if child not in leave_out:
@@ -156,10 +157,9 @@ class Weights:
     ) -> torch.Tensor:
         mapped = self._files.part(self._names[parameter], *part)
         value = torch.empty(mapped.shape, dtype=dtype, device=device).copy_(mapped)
-        # NaN comes out as both. Other ways of asking need memory as large as the tensor.
-        if value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
+        if not finite(value):
             name = self._names[parameter]
-            raise ValueError(
+            raise NonFiniteError(
                 f"{name} has values that are not finite in {dtype}: {self._files.entries[name].path} is damaged, or "
                 "needs a dtype with a wider range"
             )

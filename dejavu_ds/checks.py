@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from dejavu_ds.block import SparseBlock
 from dejavu_ds.checkpoint import refuse_quantized
+from dejavu_ds.finite import finite
 from dejavu_ds.injection_policies import Policy
 from dejavu_ds.predictor import PredictorSet
 from dejavu_ds.quantize import QuantizeConfig, check_bitsandbytes
@@ -126,8 +127,8 @@ def check_quantize(config: QuantizeConfig, dtype: torch.dtype | None) -> None:
 def check_predictors(
     predictors: PredictorSet, of_model: dict, policy: Policy, model: PreTrainedModel, lookahead: str | None
 ) -> None:
-    """ValueError for predictors of another model or lookahead, one that is not calibrated, or whose sizes are not those
-    of the model's layer.
+    """ValueError for predictors of another model or lookahead, one that is not calibrated or not finite, or whose sizes
+    are not those of the model's layer.
 
     of_model  the model's fingerprint
     """
@@ -146,6 +147,10 @@ def check_predictors(
                 )
             if predictor.quantiles is None:
                 raise ValueError(f"the {unit} predictor of layer {i} is not calibrated; call its calibrate first")
+            if not all(finite(p.detach()) for p in predictor.parameters()):
+                raise ValueError(
+                    f"the {unit} predictor of layer {i} has weights that are NaN or infinite; train it anew"
+                )
 
 
 def check_tensor_parallel(ds_config: DeepSpeedInferenceConfig, model_config) -> None:

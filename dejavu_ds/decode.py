@@ -4,6 +4,8 @@ Hugging Face's own forward is not on this path, so the step depends on none of i
 that it touches can be captured in a CUDA graph.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -50,7 +52,13 @@ def prefill(
     return hidden
 
 
-def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, tokens: torch.Tensor) -> torch.Tensor:
+def decode_one_token(
+    model: nn.Module,
+    policy: Policy,
+    cache: DejaVuCache,
+    tokens: torch.Tensor,
+    watch: Callable[[str, torch.Tensor], None] | None = None,
+) -> torch.Tensor:
     """One new token a sequence, sparse where predictors are attached.
 
     Moves on what the cache holds on the device, not its `length`, so that it can be captured and replayed.
@@ -58,6 +66,7 @@ def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, token
     Args:
         cache: with room for one more.
         tokens: [B] int64.
+        watch: is shown the embeddings' and every layer's result, normalised for what comes next, with its name.
 
     Returns:
         [B, V] logits of the next token.
@@ -74,8 +83,12 @@ def decode_one_token(model: nn.Module, policy: Policy, cache: DejaVuCache, token
         x = ops.add_norm(None, None, hidden, norms[0], rings[0], cache.position)
     else:
         hidden, x = ops.embed_norm(tokens, cache.position_ids, *tables, norms[0], rings[0], cache.position)
+    if watch is not None:
+        watch("the embeddings", x)
     for i, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
         x = block.decode(hidden, x, layer, cache, norms[i + 1], rings[i + 1], last=i == len(blocks) - 1)
+        if watch is not None:
+            watch(f"layer {i}", x)
     return policy.head(model, x)
 
 

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.module_inject.layers import LmHeadLinearAllreduce
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_ds import decode, generation
@@ -30,6 +30,7 @@ from dejavu_ds.checks import (
 from dejavu_ds.collectives import TensorParallel, no_compilation
 from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
+from dejavu_ds.finite import check_weights
 from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.kernels.ops import ops_for
@@ -74,14 +75,17 @@ def init_inference(
         A `deepspeed.InferenceEngine` with `forward` and `generate`.
 
     Raises:
-        ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong. Only a
-            weight that is not finite is noticed as it is read, by the ranks that read it.
+        ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong.
+        NonFiniteError: a ValueError, later: weights that are NaN or infinite in this dtype. Of a loaded model it is
+            raised on every rank, of a checkpoint by the ranks that read them.
     """
     ds_config = merge_config(config, kwargs)
     if not isinstance(model, str | os.PathLike | PreTrainedModel):
         raise TypeError(f"model must be a name, a folder or a loaded OPTForCausalLM, got {type(model).__name__}")
     if sparsity is not None and not isinstance(sparsity, SparsityConfig):
         raise TypeError(f"sparsity must be a SparsityConfig, got {type(sparsity).__name__}")
+    if predictors is not None and not isinstance(predictors, str | os.PathLike | PredictorSet):
+        raise TypeError(f"predictors must be a folder, a hub id or a PredictorSet, got {type(predictors).__name__}")
     if predictors is None and sparsity is not None:
         raise ValueError("sparsity is given without predictors; pass predictors=, or leave sparsity out for dense")
     quantize = QuantizeConfig.of(quantize)
@@ -142,6 +146,9 @@ class DejaVuEngine(InferenceEngine):
         model.eval().requires_grad_(False)
         # Our blocks take Hugging Face's mask as scaled_dot_product_attention does, whatever the model was loaded with.
         model.set_attn_implementation("sdpa")
+        if model.generation_config.use_cache is False:
+            # Left there by training; it is no wish of who generates, and steps need the cache.
+            model.generation_config.use_cache = True
         tied = model.config.tie_word_embeddings
         layers = policy.layers(model)
         for i, layer in enumerate(layers):
@@ -174,6 +181,8 @@ class DejaVuEngine(InferenceEngine):
         device = torch.device(get_accelerator().current_device_name()) if moved else self.device
         self.tp = tp.with_one_shot(self.module.config.hidden_size, device)
         self._ops = ops_for(device)
+        if weights is None:
+            check_weights(self.module, self.tp, device)
         self._pack(device, weights)
         head = self.module.lm_head
         if isinstance(head, LmHeadLinearAllreduce):
@@ -206,6 +215,26 @@ class DejaVuEngine(InferenceEngine):
                 weights.fill(self.module.lm_head, "lm_head.", device, self.dtype)
             weights.close()
         self.module.to(device)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The defaults of `generate`, the model's own."""
+        return self.module.generation_config
+
+    def can_generate(self) -> bool:
+        """True; this and what follows is asked by `transformers.pipeline`."""
+        return self.module.can_generate()
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict]:
+        return self.module._prepare_generation_config(*args, **kwargs)
+
+    @property
+    def input_modalities(self) -> Any:
+        return self.module.input_modalities
+
+    @property
+    def output_modalities(self) -> Any:
+        return self.module.output_modalities
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -268,6 +297,8 @@ class DejaVuEngine(InferenceEngine):
         Returns:
             logits [B, S, V], the cache, hidden states.
         """
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be 0, for all, or a number of last positions, got {logits_to_keep}")
         past = past_key_values if past_key_values is not None else cache
         inputs = self._check_inputs(input_ids, inputs_embeds)
         B, S = inputs.shape[:2]
@@ -314,7 +345,7 @@ class DejaVuEngine(InferenceEngine):
         ids = kwargs.get("input_ids", kwargs.get("inputs", inputs[0] if inputs else None))
         if ids is not None:
             self._check_inputs(ids, None)
-        kwargs["stopping_criteria"] = generation.prepare(self.module.generation_config, kwargs)
+        kwargs["stopping_criteria"] = generation.prepare(self.module, kwargs)
         loop = partial(
             generation.sample,
             engine=self,

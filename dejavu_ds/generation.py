@@ -6,14 +6,24 @@
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, MaxLengthCriteria
 
 from dejavu_ds.cache import DejaVuCache
+from dejavu_ds.finite import raise_for, unusable
 from dejavu_ds.token_loop import TokenChooser, generate_tokens, next_tokens
 
 if TYPE_CHECKING:
@@ -22,20 +32,24 @@ if TYPE_CHECKING:
     from dejavu_ds.engine import DejaVuEngine
 
 
-def prepare(defaults: GenerationConfig, kwargs: dict[str, Any]) -> StoppingCriteriaList:
+def prepare(model: PreTrainedModel, kwargs: dict[str, Any]) -> StoppingCriteriaList:
     """Refuse what the loop cannot do, and return the stopping criteria with those for stop strings.
 
     Args:
-        defaults: the model's own generation configuration.
-        kwargs: of `generate`; the tokenizer is taken out.
+        model: whose own generation configuration says what is not given.
+        kwargs: of `generate`; tokenizer and stop strings are taken out.
 
     Raises:
-        ValueError: by name, for a way of generating that the cache cannot follow.
+        ValueError, TypeError: by name, for what the loop or its cache cannot follow, or transformers would not notice.
     """
-    config = copy.deepcopy(kwargs.get("generation_config") or defaults)
-    config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
-    given = kwargs.get("generation_config")
-    if kwargs.get("use_cache", getattr(given, "use_cache", None)) is False:
+    given = copy.deepcopy(kwargs.get("generation_config"))
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
+        for length in (kwargs.get(name), getattr(given, name, None)):
+            if not isinstance(length, Integral | None):
+                raise TypeError(f"{name} must be a whole number, got {length!r}")
+    others = {name: value for name, value in kwargs.items() if name != "generation_config"}
+    config, _ = model._prepare_generation_config(given, **others)
+    if config.use_cache is False:
         raise ValueError("use_cache=False: a decode step needs the cache, leave use_cache at True")
     if config.cache_implementation is not None:
         raise ValueError(
@@ -49,6 +63,16 @@ def prepare(defaults: GenerationConfig, kwargs: dict[str, Any]) -> StoppingCrite
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(f"{name}=True is not supported by generate; use engine.forward for hidden states")
+    if (number := config.num_return_sequences) is not None and number < 1:
+        raise ValueError(f"num_return_sequences must be at least 1, got {number}")
+    if [] in (config.bad_words_ids or []):
+        raise ValueError("bad_words_ids has an empty word, leave it out")
+    if config.guidance_scale not in (None, 1) and kwargs.get("inputs_embeds") is not None:
+        raise ValueError(f"guidance_scale={config.guidance_scale} needs input_ids: it runs the last token by itself")
+    if config.is_assistant:
+        raise ValueError("is_assistant=True: the engine cannot be the assistant of another model, leave it out")
+    if config.token_healing:
+        raise ValueError("token_healing=True is not supported: it changes the prompt under its mask, leave it out")
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     tokenizer = kwargs.pop("tokenizer", None)
     if config.stop_strings is not None:
@@ -57,8 +81,9 @@ def prepare(defaults: GenerationConfig, kwargs: dict[str, Any]) -> StoppingCrite
         # Made here, since `generate` does not keep the tokenizer where the loop is not its own.
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
         kwargs.pop("stop_strings", None)
-        config.stop_strings = None
-        kwargs["generation_config"] = config
+        if given is not None:
+            given.stop_strings = None
+            kwargs["generation_config"] = given
     return criteria
 
 
@@ -134,22 +159,31 @@ def sample(
         [B, S + new] token ids, or the output object with `return_dict_in_generate=True`.
     """
     new_tokens = generation_config.max_length - input_ids.shape[1]
-    logits, cache = _prefill(engine, input_ids, model_kwargs, kept_cache, given_positions, new_tokens)
-    # As in transformers: sequences that another criterion finished go on until all are done.
-    padded = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    pad = generation_config._pad_token_tensor if padded else None
+    logits, cache, raise_here = _prefill(engine, input_ids, model_kwargs, kept_cache, given_positions, new_tokens)
+    pad = _pad_token(stopping_criteria, generation_config, engine.module.config.vocab_size)
     record = generation_config.return_dict_in_generate
-    if not record and TokenChooser.fits(logits_processor, stopping_criteria):
+    wants_scores = record and (generation_config.output_scores or generation_config.output_logits)
+    if not wants_scores and TokenChooser.fits(logits_processor, stopping_criteria):
         do_sample = generation_config.do_sample
         chooser = TokenChooser(logits_processor, stopping_criteria, do_sample, pad, engine.tp, engine.device)
         # A criterion of the caller's may end it before max_length does; one token is always made.
         ends = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
         new_tokens = max(1, min([*ends, generation_config.max_length]) - input_ids.shape[1])
-        made = generate_tokens(engine, cache, logits, chooser, new_tokens, to_streamer)
+        made = generate_tokens(engine, cache, logits, chooser, new_tokens, raise_here, to_streamer)
         output = torch.cat([input_ids, made], dim=1)
+        output = GenerateDecoderOnlyOutput(sequences=output) if record else output
     else:
         output = _generate_on_host(
-            engine, cache, logits, input_ids, logits_processor, stopping_criteria, generation_config, pad, to_streamer
+            engine,
+            cache,
+            logits,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            pad,
+            raise_here,
+            to_streamer,
         )
     cache.live.fill_(True)  # whoever continues with it does so for every sequence
     if to_streamer is not None:
@@ -161,6 +195,22 @@ def sample(
     return output
 
 
+def _pad_token(criteria: StoppingCriteriaList, config: GenerationConfig, vocab_size: int) -> torch.Tensor | None:
+    """[] int64, what finished sequences go on with; None: they go on generating.
+
+    As in transformers: sequences that another criterion finished go on until all are done.
+    """
+    if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+        return None
+    pad = config._pad_token_tensor
+    if pad is not None and not 0 <= int(pad) < vocab_size:
+        raise ValueError(
+            f"pad_token_id {int(pad)} is outside the vocabulary of {vocab_size}: it is what a finished sequence of a "
+            "batch goes on with"
+        )
+    return pad
+
+
 def _generate_on_host(
     engine: "DejaVuEngine",
     cache: DejaVuCache,
@@ -170,17 +220,23 @@ def _generate_on_host(
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
     pad: torch.Tensor | None,
+    raise_here: Callable[[torch.Tensor | None], NoReturn],
     streamer: "BaseStreamer | None",
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """The loop for processors and criteria that look at the text, and for scores that are asked for."""
     record, scores, raw_logits = config.return_dict_in_generate, [], []
     live = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    tokens = None
     while True:
-        next_scores = logits_processor(input_ids, logits.float())
+        logits = logits.float()
+        next_scores = logits_processor(input_ids, logits)
+        bad = (unusable(logits, next_scores) & live).any().to(torch.uint8)
+        if bool(engine.tp.broadcast(bad)):
+            raise_here(tokens)
         if record and config.output_scores:
             scores.append(next_scores)
         if record and config.output_logits:
-            raw_logits.append(logits.float())
+            raw_logits.append(logits)
         tokens = next_tokens(next_scores, config.do_sample)
         if pad is not None:
             tokens = torch.where(live, tokens, pad)
@@ -215,8 +271,12 @@ def _prefill(
     kept_cache: DejaVuCache | None,
     given_positions: torch.Tensor | None,
     new_tokens: int,
-) -> tuple[torch.Tensor, DejaVuCache]:
-    """Check the prompt and run what is not cached of it: logits [B, V], and the cache with room for the rest."""
+) -> tuple[torch.Tensor, DejaVuCache, Callable[[torch.Tensor | None], NoReturn]]:
+    """Check the prompt and run what is not cached of it.
+
+    Returns:
+        logits [B, V]; the cache, with room for the rest; what to call where no token can be chosen.
+    """
     embeds = model_kwargs.get("inputs_embeds")
     prompt_shape = input_ids.shape if embeds is None else embeds.shape[:2]
     mask = model_kwargs.get("attention_mask")
@@ -231,7 +291,8 @@ def _prefill(
     cache = engine.runner.spare_cache(prompt_shape[0], room) if kept_cache is None else kept_cache
     cache = engine.cache_for(cache, prompt_shape[0], room)
     cache.live.fill_(True)
-    output = engine.forward(
+    forward = partial(
+        engine.forward,
         input_ids=input_ids[:, cached:] if embeds is None else None,
         inputs_embeds=embeds,
         attention_mask=mask,
@@ -239,4 +300,4 @@ def _prefill(
         past_key_values=cache,
         logits_to_keep=1,
     )
-    return output.logits[:, -1], cache
+    return forward().logits[:, -1], cache, partial(raise_for, engine, cache, cached, forward)

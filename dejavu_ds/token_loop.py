@@ -4,7 +4,8 @@ It serves greedy search and plain sampling that ends at a length or an end-of-se
 asked for. What must look at the text so far, or at the scores, goes through the loop in `dejavu_ds.generation`.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -19,6 +20,7 @@ from transformers.generation import (
 
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.collectives import TensorParallel
+from dejavu_ds.finite import unusable
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -76,8 +78,17 @@ class TokenChooser:
         )
 
     def __call__(self, logits: torch.Tensor, cache: DejaVuCache) -> torch.Tensor:
-        """Put the next tokens into the cache, and who is still live; [B + 1] int64: the tokens, and whether any is."""
-        scores = self._processors(cache.tokens[:, None], logits.float())
+        """Put the next tokens into the cache, and who is still live.
+
+        Returns:
+            [B + 2] int64: the tokens, whether any sequence is live, and whether one's token could not be chosen.
+        """
+        logits = logits.float()
+        scores = self._processors(cache.tokens[:, None], logits)
+        bad = unusable(logits, scores) & cache.live
+        if self._do_sample:
+            # A draw from NaN would end the process on a GPU, before anybody could say where it came from.
+            scores = scores.masked_fill(bad[:, None], 0.0)
         tokens = next_tokens(scores, self._do_sample)
         if self._do_sample:
             # The ranks hold the same scores, but draw from generators of their own: rank 0 decides.
@@ -87,7 +98,7 @@ class TokenChooser:
         cache.tokens.copy_(tokens)
         if self._eos is not None:
             cache.live.logical_and_((tokens[:, None] != self._eos).all(1))
-        return torch.cat([tokens, cache.live.any()[None].long()])
+        return torch.cat([tokens, torch.stack([cache.live.any(), bad.any()]).long()])
 
 
 def generate_tokens(
@@ -96,9 +107,12 @@ def generate_tokens(
     logits: torch.Tensor,
     chooser: TokenChooser,
     new_tokens: int,
+    raise_for: Callable[[torch.Tensor | None], NoReturn],
     streamer: "BaseStreamer | None" = None,
 ) -> torch.Tensor:
     """Up to `new_tokens` tokens for every sequence of a prefilled cache, after the prompt's logits [B, V].
+
+    `raise_for` is called where a token cannot be chosen: with the tokens [B] of the step before, None for the prompt.
 
     Returns:
         [B, n] int64 on the engine's device; n is less if every sequence has ended.
@@ -106,7 +120,9 @@ def generate_tokens(
     choose, made = None, []
     outcome = chooser(logits, cache)
     while True:
-        *tokens, any_live = outcome.tolist()
+        *tokens, any_live, any_bad = outcome.tolist()
+        if any_bad:
+            raise_for(torch.tensor(made[-1], device=engine.device) if made else None)
         made.append(tokens)
         if streamer is not None:
             streamer.put(torch.tensor(tokens))

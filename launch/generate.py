@@ -1,10 +1,12 @@
 """Generate text with contextual sparsity: `deepspeed --num_gpus N launch/generate.py`."""
 
+import contextlib
 import json
 import sys
 import time
 from pathlib import Path
 
+from dejavu_ds.launch import interactive
 from dejavu_ds.launch.common import (
     DTYPES,
     QUANTIZE,
@@ -18,6 +20,7 @@ from dejavu_ds.launch.common import (
     torch_dtype,
     world_size,
 )
+from dejavu_ds.launch.prompts import generate_all, parse_prompts, write_all
 
 SAMPLE_PROMPT = "The king sat down and"
 
@@ -32,6 +35,12 @@ density and threshold:
   --mlp-density .2     a fifth of the neurons          --mlp-density 1    every neuron
   --head-density .5    half of the heads               --head-density 1   every head
   --dense              no predictors at all: Hugging Face's own result
+
+many prompts:
+  --prompt-file prompts.jsonl          an object with a "prompt" (or "text") string in every line
+  --prompt-file prompts.txt --lines    a prompt in every line
+  Each gives {"prompt": ..., "text": ..., "new_tokens": ...}, in their order. A batch reads the union of what its
+  prompts need, so with predictors a text can differ from the one that the prompt gives alone.
 """
 
 
@@ -41,7 +50,19 @@ def build_parser() -> Parser:
     parser.add_argument("--predictors", help="folder or hub id of its predictors (default: those of the bundled model)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help=f"text to continue, - for standard input (default: {SAMPLE_PROMPT!r})")
-    source.add_argument("--prompt-file", help="file whose text to continue, - for standard input")
+    source.add_argument(
+        "--prompt-file",
+        help="file whose text to continue, - for standard input; many prompts if it is a .jsonl or with --lines",
+    )
+    source.add_argument(
+        "--interactive",
+        action="store_true",
+        help="a prompt line with history; every line goes on from the text before, whose cache is kept; Ctrl-D ends it",
+    )
+    batches = parser.add_argument_group("many prompts (each answered by a JSON line)")
+    batches.add_argument("--lines", action="store_true", help="every line of --prompt-file is a prompt")
+    batches.add_argument("--batch-size", type=positive_int, help="prompts at once (default: 8)")
+    batches.add_argument("--out", help="file for the JSON lines (default: standard output)")
     parser.add_argument("--mlp-density", type=share, help="share of MLP neurons to keep, (0, 1] (default: the set's)")
     parser.add_argument("--head-density", type=share, help="share of heads to keep, (0, 1] (default: the set's)")
     parser.add_argument("--lookahead", choices=("half", "full", "none"), help="refuse predictors of another lookahead")
@@ -76,43 +97,34 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(args) -> None:
-    """Load the engine, stream the continuation, print the figures."""
-    import torch
-    from transformers import AutoTokenizer, TextStreamer, set_seed
+    """Load the engine and generate: one continuation that is streamed, those of many prompts, or turn after turn."""
+    from transformers import TextStreamer, set_seed
 
-    import dejavu_ds
-    from dejavu_ds.checkpoint import bundled_model
-    from dejavu_ds.generation import check_length
-
-    prompt = shared_by_rank_0(lambda: read_prompt(args))
-    model = str(bundled_model()) if args.model is None else args.model
-    predictors = choose_predictors(args)
-    sparsity = None if args.dense else sparsity_of(args)
-    engine = dejavu_ds.init_inference(
-        model,
-        predictors=predictors,
-        sparsity=sparsity,
-        quantize=args.quantize,
-        tensor_parallel={"tp_size": world_size()},
-        **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    inputs = tokenizer(prompt, return_tensors="pt").to(engine.device)
-    positions = torch.arange(inputs.input_ids.shape[1])
-    check_length(positions, args.max_new_tokens, engine.max_positions)
+    check_together(args)
+    many = many_prompts(args)
+    prompts = [] if args.interactive else shared_by_rank_0(lambda: read_prompts(args) if many else [read_prompt(args)])
+    engine, tokenizer = load(args)
     set_seed(args.seed)
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if rank() == 0 else None
-    start = time.perf_counter()
-    ids = engine.generate(**inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling_options(args))
-    seconds = time.perf_counter() - start
-    new = ids[0, inputs.input_ids.shape[1] :]
+    figures = {"prompt": None, "text": None}
+    if args.interactive:
+        conversation = interactive.Conversation(engine, tokenizer, args.max_new_tokens, sampling_options(args))
+        interactive.converse(conversation, lambda: TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        new_tokens, seconds = conversation.new_tokens, conversation.seconds
+    elif many:
+        start = time.perf_counter()
+        batches = generate_all(
+            engine, tokenizer, prompts, args.batch_size or 8, args.max_new_tokens, sampling_options(args)
+        )
+        new_tokens = write_all(batches, len(prompts), args.out)
+        seconds = time.perf_counter() - start
+    else:
+        figures["prompt"] = prompts[0]
+        figures["text"], new_tokens, seconds = continue_one(engine, tokenizer, prompts[0], args)
     report = engine.stats.report()
     if rank() == 0:
-        figures = {
-            "prompt": prompt,
-            "text": tokenizer.decode(new, skip_special_tokens=True),
-            "new_tokens": len(new),
-            "tokens_per_s": len(new) / seconds,
+        figures |= {
+            "new_tokens": new_tokens,
+            "tokens_per_s": new_tokens / seconds if seconds else 0.0,
             # None after a single token: it comes from the dense prefill.
             "mlp_density": report.mlp_density,
             "head_density": report.head_density,
@@ -120,7 +132,67 @@ def run(args) -> None:
             "tp": world_size(),
             "quantize": args.quantize,
         }
-        print_figures(figures, report, args)
+        # Standard output may be the lines of many prompts, and nothing else.
+        with contextlib.redirect_stdout(sys.stderr if many and args.out is None else sys.stdout):
+            print_figures(figures, report, args)
+
+
+def load(args):
+    """The engine that the arguments ask for, and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    import dejavu_ds
+    from dejavu_ds.checkpoint import bundled_model
+
+    model = str(bundled_model()) if args.model is None else args.model
+    engine = dejavu_ds.init_inference(
+        model,
+        predictors=choose_predictors(args),
+        sparsity=None if args.dense else sparsity_of(args),
+        quantize=args.quantize,
+        tensor_parallel={"tp_size": world_size()},
+        **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return engine, tokenizer
+
+
+def continue_one(engine, tokenizer, prompt: str, args) -> tuple[str, int, float]:
+    """Stream one continuation; returns it with its tokens and its seconds."""
+    import torch
+    from transformers import TextStreamer
+
+    from dejavu_ds.generation import check_length
+
+    inputs = tokenizer(prompt, return_tensors="pt").to(engine.device)
+    positions = torch.arange(inputs.input_ids.shape[1])
+    check_length(positions, args.max_new_tokens, engine.max_positions)
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if rank() == 0 else None
+    start = time.perf_counter()
+    ids = engine.generate(**inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling_options(args))
+    seconds = time.perf_counter() - start
+    new = ids[0, inputs.input_ids.shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True), len(new), seconds
+
+
+def many_prompts(args) -> bool:
+    """Whether the prompt file is one of many."""
+    return args.prompt_file is not None and (args.lines or Path(args.prompt_file).suffix == ".jsonl")
+
+
+def check_together(args) -> None:
+    """ValueError for options that mean nothing beside each other."""
+    many = many_prompts(args)
+    for name in ("lines", "out", "batch_size"):
+        if getattr(args, name) and not many:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is for many prompts: give --prompt-file with --lines, or a .jsonl file")
+    if args.json and (many or args.interactive):
+        raise ValueError(f"--json is for one prompt; drop it with {'many' if many else '--interactive'}")
+    if args.out is not None and not Path(args.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it first")
 
 
 def sparsity_of(args):
@@ -130,24 +202,34 @@ def sparsity_of(args):
     return SparsityConfig(args.mlp_density, args.head_density, args.lookahead, args.mode)
 
 
-def read_prompt(args) -> str:
-    """The prompt's text; ValueError for one that is empty or cannot be read."""
-    source = args.prompt_file if args.prompt_file is not None else args.prompt
+def read_text(path: str) -> str:
+    """What a file holds, or standard input; ValueError if it cannot be read."""
     try:
-        if source == "-":
-            text = sys.stdin.read()
-        elif args.prompt_file is not None:
-            text = Path(args.prompt_file).read_text(encoding="utf-8")
-        else:
-            text = SAMPLE_PROMPT if source is None else source
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        where = "standard input" if source == "-" else f"the prompt file {source!r}"
+        where = "standard input" if path == "-" else f"the prompt file {path!r}"
         way_out = "; give text in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise ValueError(f"{where} cannot be read: {error}{way_out}") from error
+
+
+def read_prompt(args) -> str:
+    """The prompt's text; ValueError for one that is empty or cannot be read."""
+    if args.prompt_file is not None:
+        text = read_text(args.prompt_file)
+    elif args.prompt == "-":
+        text = read_text("-")
+    else:
+        text = SAMPLE_PROMPT if args.prompt is None else args.prompt
     text = text.strip("\n")
     if not text.strip():
         raise ValueError(f"the prompt is empty ({len(text)} characters); give some text to continue")
     return text
+
+
+def read_prompts(args) -> list[str]:
+    """Those of a file of many."""
+    where = "standard input" if args.prompt_file == "-" else args.prompt_file
+    return parse_prompts(read_text(args.prompt_file), where, json_lines=not args.lines)
 
 
 def choose_predictors(args) -> str | None:

@@ -4,6 +4,9 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("long", deadline=None, max_examples=5000, suppress_health_check=list(HealthCheck))
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must precede the first `import triton`

@@ -1,9 +1,22 @@
 """`engine.generate` against Hugging Face's, and what it refuses."""
 
+import threading
+import time
+
 import pytest
 import torch
-from models import FixedSelector, bundled, fix_selection, tiny_opt
-from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from models import PROMPTS, FixedSelector, bundled, fix_selection, tiny_opt
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    WatermarkingConfig,
+    pipeline,
+)
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 import dejavu_ds
@@ -61,6 +74,23 @@ class Favour(LogitsProcessor):
         {"do_sample": True, "temperature": 0.7, "top_k": 20},
         {"do_sample": True, "top_p": 0.8},
         {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": True, "min_p": 0.1},
+        {"do_sample": True, "typical_p": 0.9},
+        {"do_sample": True, "epsilon_cutoff": 0.01},
+        {"do_sample": True, "eta_cutoff": 0.01},
+        {"do_sample": True, "top_k": 9, "renormalize_logits": True},
+        {"encoder_repetition_penalty": 1.2},
+        {"sequence_bias": [[[5, 6], -3.0]]},
+        {"bad_words_ids": [[77], [5, 6]]},
+        {"suppress_tokens": [5, 6, 7], "begin_suppress_tokens": [9]},
+        {"forced_bos_token_id": 9, "forced_eos_token_id": 2},
+        {"exponential_decay_length_penalty": (3, 1.5)},
+        {"guidance_scale": 1.5},
+        {"min_length": 12},
+        {"max_time": 100.0},
+        {"prefill_chunk_size": 3},
+        pytest.param({"watermarking_config": WatermarkingConfig()}, id="watermark"),
+        pytest.param({"prefix_allowed_tokens_fn": lambda row, ids: [4, 5, 6]}, id="prefix_allowed_tokens_fn"),
         {"max_length": 13, "max_new_tokens": None},
         {"generation_config": GenerationConfig(max_new_tokens=4, pad_token_id=1, eos_token_id=2)},
     ],
@@ -99,6 +129,79 @@ def test_streamer_sees_every_token(pair, device):
     assert torch.equal(torch.cat([v.flatten() for v in streamer.values]), out[0].cpu())
 
 
+@pytest.fixture(scope="module")
+def text_pair():
+    """The bundled model with its tokenizer, as Hugging Face's and as an engine."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model(), padding_side="left")
+    return bundled().to(device), dejavu_ds.init_inference(bundled_model(), dtype=torch.float32), tokenizer
+
+
+def test_text_streamers(text_pair, device, capsys):
+    reference, engine, tokenizer = text_pair
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt").to(device)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    want = tokenizer.decode(reference.generate(**inputs, **options)[0], skip_special_tokens=True)
+    engine.generate(**inputs, **options, streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+    assert capsys.readouterr().out == want + "\n"
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60)
+    worker = threading.Thread(target=engine.generate, kwargs={**inputs, **options, "streamer": streamer})
+    worker.start()
+    pieces = list(streamer)
+    worker.join()
+    assert len(pieces) > 1 and PROMPTS[0] + "".join(pieces) == want
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_over_the_engine(text_pair):
+    reference, engine, tokenizer = text_pair
+    options = {"max_new_tokens": 12, "do_sample": False}
+    results = [
+        pipeline("text-generation", model=model, tokenizer=tokenizer, device=model.device)
+        for model in (reference, engine)
+    ]
+    assert "DejaVuEngine" in repr(results[1])
+    for text, more in (
+        (PROMPTS[0], options),
+        (PROMPTS[:5], {**options, "batch_size": 3}),
+        (PROMPTS[3], {**options, "return_full_text": False, "stop_sequence": " the"}),
+        ("", options),
+    ):
+        assert results[1](text, **more) == results[0](text, **more)
+    sampled = []
+    for pipe in results:
+        torch.manual_seed(1)
+        sampled.append(pipe(PROMPTS[1], max_new_tokens=12, num_return_sequences=2, return_tensors=True))
+    assert sampled[0] == sampled[1] and len(sampled[0]) == 2
+
+
+def test_without_a_prompt(pair):
+    reference, engine = pair
+    assert torch.equal(*(m.generate(max_new_tokens=5, do_sample=False) for m in (reference, engine)))
+
+
+def test_the_end_of_time(pair, device):
+    """One token is always made, and no time is left for another."""
+    reference, engine = pair
+    ids = prompt(device=device)
+    begun = time.monotonic()
+    for model in (reference, engine):
+        assert model.generate(ids, max_new_tokens=300, eos_token_id=None, max_time=1e-9).shape == (2, 8)
+    assert time.monotonic() - begun < 60
+
+
+def test_a_models_own_beams_are_refused(device):
+    """What a checkpoint's generation_config.json asks for counts as asked for, beside a config without it too."""
+    model = tiny_opt()
+    model.generation_config.num_beams = 3
+    engine = dejavu_ds.init_inference(model, dtype=torch.float32)
+    for options in ({}, {"generation_config": GenerationConfig(max_new_tokens=3)}):
+        with pytest.raises(ValueError, match="num_beams=3"):
+            engine.generate(prompt(device=device), **options)
+    got = engine.generate(prompt(device=device), num_beams=1, max_new_tokens=3, do_sample=False)
+    assert torch.equal(got, tiny_opt().to(device).generate(prompt(device=device), max_new_tokens=3, do_sample=False))
+
+
 @pytest.mark.parametrize("where", ["keyword", "generation_config"])
 def test_stop_strings(where, device):
     tokenizer = AutoTokenizer.from_pretrained(bundled_model())
@@ -124,6 +227,64 @@ def test_a_chat_turn_continues_a_kept_cache(pair, device):
     longer = torch.cat([first.sequences, prompt(B=1, S=3, device=device)], dim=1)
     got = engine.generate(longer, past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert torch.equal(got, reference.generate(longer, max_new_tokens=5, do_sample=False))
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True}], ids=str)
+def test_three_turns_over_one_cache(options, pair, device):
+    """Each turn adds several tokens to what the last one left; the cache is the caller's own and grows."""
+    reference, engine = pair
+    ids, cache = prompt(B=3, S=4, device=device), engine.new_cache(3, 0)
+    options = {"max_new_tokens": 6, "eos_token_id": None, "do_sample": False, **options}
+    for turn in range(3):
+        ids = torch.cat([ids, prompt(B=3, S=2 + turn, device=device)], dim=1)
+        torch.manual_seed(turn)
+        want = reference.generate(ids, **options)
+        torch.manual_seed(turn)
+        ids = engine.generate(ids, past_key_values=cache, **options)
+        assert torch.equal(ids, want)
+        assert cache.length == ids.shape[1] - 1
+
+
+@pytest.mark.parametrize("kept", [5, 7, 12])
+def test_a_cropped_cache_goes_on(kept, pair, device):
+    """Another turn in the place of the last: of the 16 cached tokens some are forgotten, in a padded batch."""
+    reference, engine = pair
+    ids = prompt(S=12, device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    cache = engine.new_cache(2, 4)
+    first = engine.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    cache.crop(kept)
+    other = torch.cat([first[:, :kept], prompt(S=4, device=device)], dim=1)
+    mask = torch.cat([torch.ones_like(first)[:, :kept], torch.ones(2, 4, dtype=torch.long, device=device)], dim=1)
+    mask[0, :3] = 0
+    want = reference.generate(other, attention_mask=mask, **options)
+    assert torch.equal(engine.generate(other, attention_mask=mask, past_key_values=cache, **options), want)
+    with pytest.raises(ValueError, match=r"holds \d+ tokens .* 99"):
+        cache.crop(99)
+
+
+@pytest.mark.parametrize("crop", [1, 4, 9])
+def test_a_cropped_sparse_cache_has_every_key(crop, device):
+    """Heads that have skipped tokens make them up after the crop too: gather against masked, which misses none."""
+    ids = prompt(S=40, device=device)
+    idle = [torch.tensor(m, device=device) for m in ([True, False, False], [False, True, False])]
+
+    def run(masked):
+        engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+        fix_selection(engine, heads=lambda i: [idle[t // 5 % 2] for t in range(40)], masked=masked, window=6)
+        cache = engine.new_cache(2, 8)
+        engine(ids[:, :8], past_key_values=cache)
+        for t in range(8, 30):
+            engine(ids[:, [t]], past_key_values=cache)
+        cache.crop(30 - crop)
+        chunk = engine(ids[:, 30 - crop : 33], past_key_values=cache).logits
+        cache.crop(30 - crop)
+        steps = [engine(ids[:, [t]], past_key_values=cache).logits for t in range(30 - crop, 40)]
+        return torch.cat([chunk, *steps], 1)
+
+    torch.testing.assert_close(run(False), run(True), atol=2e-4, rtol=2e-4)
 
 
 def test_embeddings_as_prompt(pair, device):
@@ -205,6 +366,23 @@ def test_sparse_selection_follows_the_loop(device):
         ({"max_new_tokens": 394}, r"7 tokens \+ 394 .* 401.* 400 positions"),
         ({"max_new_tokens": 5, "past_key_values": ()}, "tuple"),
         ({"prompt_lookup_num_tokens": 2}, "assisted"),
+        ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)}, "assisted"),
+        pytest.param({"assistant_model": tiny_opt()}, "assisted", id="assistant_model"),
+        ({"penalty_alpha": 0.5, "top_k": 4}, "contrastive_search"),
+        ({"dola_layers": "high"}, "dola_generation"),
+        ({"num_beams": 2, "force_words_ids": [[5]]}, "num_beams=2"),
+        ({"token_healing": True}, "token_healing"),
+        ({"is_assistant": True}, "is_assistant"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"do_sample": True, "num_return_sequences": -1}, "num_return_sequences must be at least 1, got -1"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens must be a whole number, got 2\.5"),
+        ({"generation_config": GenerationConfig(max_length=30.5)}, r"max_length .* got 30\.5"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids has an empty word"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"repetition_penalty": -1.0}, r"-1\.0"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature"),
+        ({"max_new_tokens": 4, "pad_token_id": 500}, "pad_token_id 500 .*131"),
+        ({"no_such_option": 1}, "no_such_option"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Decoding a tile of a packed weight into memory, to the bit as the twin does: for prefill, whose products are cuBLAS's.
+"""Decoding a tile of a packed weight into memory, to the bit as the twin does: prefill multiplies it by cuBLAS.
 
 A tile is rows and whole blocks of columns of a `PackedWeight`; see `packed_weight` for the layout. An element is its
 code's value, looked up in memory, times its scale in fp32, rounded once.

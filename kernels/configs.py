@@ -94,9 +94,9 @@ def _packed_config(kernel: str, block_b: int, dot: bool, D: int) -> Config:
         return Config(block_b, 2 if block_b <= 2 else 1, block_d, False, 1, _warps(block_d), 4096, True)
     if dot:
         return Config(block_b, 64, 64, True, stages=3)
-    block_d = row_block(D, 256)
-    warps = 4
-    rows = max(1, 32 * warps * 16 // block_d)
+    # Short strips, for more programs; a step is 4 rows a thread for one token, so that registers hold all sums.
+    block_d, warps = row_block(D, 256), 8
+    rows = 32 * warps * 16 // block_d
     return Config(block_b, max(1, 4 // block_b) * rows, block_d, False, 1, warps, 528)
 
 

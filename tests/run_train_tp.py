@@ -10,6 +10,7 @@ import torch
 from training import QUICK, WordTokenizer, tiny_model, token_rows
 
 from dejavu_ds.collect import Collector
+from dejavu_ds.launch.common import leave_job
 from dejavu_ds.sharded import DenseModel
 from dejavu_ds.train import TrainConfig, train_predictors
 
@@ -48,3 +49,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_job()

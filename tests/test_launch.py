@@ -185,3 +185,10 @@ def test_a_rank_of_another_node_that_dies(hostfile):
     assert first.returncode != 0 and second.returncode == 0 and seconds_since_failure(second) < 60
     assert "another rank is gone, its own output says why" in spoken(first)[-1]
     assert not processes_of(envs[0]) and not processes_of(envs[1])
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in TESTS.glob("run_*.py")))
+def test_ranks_leave_on_purpose(script):
+    """A process that just ends while gloo's threads run is aborted now and then: each leaves its job, or at once."""
+    text = (TESTS / script).read_text(encoding="utf-8")
+    assert "leave_job()" in text or "os._exit(" in text

@@ -55,8 +55,7 @@ def recover_kv_ref(
 
 
 # An item is one missing position of one sequence. By bytes an element, (items, columns of D) in a tile: the first for
-# up to so many items, the second for more. All stages fit into 64 KB of shared memory, which leaves room for the
-# kernels that run beside; exact products of fp32 take no tensor cores, so their tiles must fit into registers.
+# up to so many items, the second for more. All stages fit into 96 KB of shared memory, two programs a multiprocessor; exact products of fp32 take no tensor cores, so their tiles must fit into registers.
 # Measured on an H200, as the constants below.
 _TILES = {2: ((16, 256), (64, 128)), 4: ((16, 64), (64, 32))}
 _BLOCK_R = 32

@@ -1,4 +1,4 @@
-"""What the kernels share: products of rows, layer norms, and the wait for the last program."""
+"""What the kernels share: how a launch begins, products of rows, and the wait for the last program."""
 
 from functools import cache
 

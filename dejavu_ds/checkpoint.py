@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -140,13 +140,10 @@ class Weights:
         Raises:
             NonFiniteError: values that are not finite, with the name of the tensor.
         """
-        for name, child in module.named_children():
-            if child not in leave_out:
-                self.fill(child, f"{prefix}{name}.", device, dtype, leave_out)
-        for name in [name for name, _ in module.named_parameters(recurse=False)]:
-            if prefix + name in self._names:  # a tied head's is not: `tie`
-                value = self._read(prefix + name, _part(module, name), device, dtype)
-                setattr(module, name, nn.Parameter(value, requires_grad=False))
+        for owner, name, parameter in own_parameters(module, prefix, leave_out):
+            if parameter in self._names:  # a tied head's is not: `tie`
+                value = self._read(parameter, _part(owner, name), device, dtype)
+                setattr(owner, name, nn.Parameter(value, requires_grad=False))
 
     def close(self) -> None:
         """Let go of the files."""
@@ -190,6 +187,17 @@ class Weights:
             return
         model.config.tie_word_embeddings = False
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+
+
+def own_parameters(
+    module: nn.Module, prefix: str, leave_out: Collection[nn.Module] = ()
+) -> Iterator[tuple[nn.Module, str, str]]:
+    """(owner, name in the owner, whole name) of a module's parameters, of all but the modules left out."""
+    for name, child in module.named_children():
+        if child not in leave_out:
+            yield from own_parameters(child, f"{prefix}{name}.", leave_out)
+    for name in [name for name, _ in module.named_parameters(recurse=False)]:
+        yield module, name, prefix + name
 
 
 def tie(model: PreTrainedModel) -> None:

@@ -33,6 +33,7 @@ from dejavu_ds.fingerprint import fingerprint
 from dejavu_ds.finite import check_weights
 from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
+from dejavu_ds.inputs import check_inputs, mask_and_positions
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.kernels.packed_ops import packed_ops_for
 from dejavu_ds.mlp import frozen
@@ -300,10 +301,10 @@ class DejaVuEngine(InferenceEngine):
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be 0, for all, or a number of last positions, got {logits_to_keep}")
         past = past_key_values if past_key_values is not None else cache
-        inputs = self._check_inputs(input_ids, inputs_embeds)
+        inputs = check_inputs(self.module.get_input_embeddings(), input_ids, inputs_embeds)
         B, S = inputs.shape[:2]
         past = self.cache_for(past, B, S)
-        mask, position_ids = self._mask_and_positions(past, attention_mask, position_ids, B, S)
+        mask, position_ids = mask_and_positions(past, attention_mask, position_ids, B, S, self.max_positions)
         if attention_mask is not None and attention_mask.shape[1] > S:
             past.key_mask[:, : past.length] = attention_mask[:, :-S].bool()
         hidden_states = [] if output_hidden_states else None
@@ -344,7 +345,7 @@ class DejaVuEngine(InferenceEngine):
             raise TypeError(_foreign_cache(past))
         ids = kwargs.get("input_ids", kwargs.get("inputs", inputs[0] if inputs else None))
         if ids is not None:
-            self._check_inputs(ids, None)
+            check_inputs(self.module.get_input_embeddings(), ids, None)
         kwargs["stopping_criteria"] = generation.prepare(self.module, kwargs)
         loop = partial(
             generation.sample,
@@ -420,30 +421,6 @@ class DejaVuEngine(InferenceEngine):
                 selectors[unit, i] = selector, tap_of(unit, i, predictors.lookahead)
         return selectors
 
-    def _check_inputs(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if inputs_embeds is not None:
-            width = self.module.get_input_embeddings().weight.shape[1]
-            if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width or inputs_embeds.numel() == 0:
-                raise ValueError(
-                    f"inputs_embeds must be [batch, tokens, {width}] with at least one token, got "
-                    f"{list(inputs_embeds.shape)}"
-                )
-            if inputs_embeds.dtype != self.dtype:
-                raise TypeError(f"inputs_embeds must be {self.dtype} like the model, got {inputs_embeds.dtype}")
-            return inputs_embeds
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
-            found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-            raise TypeError(f"input_ids must be a tensor of int64 or int32, got {found}")
-        if input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {list(input_ids.shape)}")
-        low, high = int(input_ids.min()), int(input_ids.max())
-        if low < 0 or high >= self.module.config.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.module.config.vocab_size}")
-        return input_ids
-
     def cache_for(self, past: DejaVuCache | None, batch_size: int, new_tokens: int) -> DejaVuCache:
         """`past`, or a new cache in place of None, with room for so many more tokens.
 
@@ -464,33 +441,6 @@ class DejaVuEngine(InferenceEngine):
         if past.length + new_tokens > past.capacity:
             past.reserve(max(past.length + new_tokens, min(2 * past.capacity, self.max_positions)))
         return past
-
-    def _mask_and_positions(self, past, attention_mask, position_ids, B: int, S: int):
-        """Mask of the new tokens and their positions, both [B, S]; checked against the model's positions."""
-        if attention_mask is None:
-            attention_mask = torch.ones(B, S, dtype=torch.bool, device=self.device)
-        if attention_mask.shape not in ((B, S), (B, past.length + S)):
-            raise ValueError(
-                f"attention_mask must be [{B}, {S}] or, with the cached tokens, [{B}, {past.length + S}]; "
-                f"got {list(attention_mask.shape)}"
-            )
-        mask = attention_mask[:, -S:].bool()
-        if position_ids is None:
-            position_ids = attention_mask.bool().long().cumsum(1)[:, -S:] - 1
-            if past.length and attention_mask.shape[1] == S:
-                position_ids = position_ids + past.position_ids[:, None]
-        elif position_ids.shape not in ((B, S), (1, S)):
-            raise ValueError(f"position_ids must be [{B}, {S}] for the new tokens, got {list(position_ids.shape)}")
-        low = int(torch.where(mask, position_ids, 0).min())
-        # What stands at padding does not matter; the policies know -1 for it.
-        position_ids = torch.where(mask, position_ids, -1)
-        high = int(position_ids.max())
-        if low < 0 or high >= self.max_positions:
-            raise ValueError(
-                f"position {low if low < 0 else high} is not one of the model's {self.max_positions} positions, "
-                f"0..{self.max_positions - 1}; shorten the input, or correct position_ids"
-            )
-        return mask, position_ids
 
 
 def _foreign_cache(cache: Any) -> str:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.nibbles import load_table, lookup_of, offset_of, packed_rows_dot
+from dejavu_ds.kernels.nibbles import load_table, lookup_of, offset_of
+from dejavu_ds.kernels.packed_products import packed_rows_dot
 from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.kernels.recover_kv import check_recover, due_heads
 from dejavu_ds.kernels.tiles import await_inputs, launch_options

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from dejavu_ds.kernels.configs import Config, config_for
 from dejavu_ds.kernels.gather_up_proj import check_gather
-from dejavu_ds.kernels.nibbles import load_table, lookup_of, offset_of, packed_rows_dot, packed_rows_times_tokens, stack
+from dejavu_ds.kernels.nibbles import load_table, lookup_of, offset_of
+from dejavu_ds.kernels.packed_products import packed_rows_dot, packed_rows_times_tokens, stack
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, launch_options
 

@@ -54,9 +54,10 @@ def recover_kv_ref(
             cache[:, head, first : t + 1] = torch.nn.functional.linear(x, w[head, part], bias)
 
 
-# An item is one missing position of one sequence. By bytes an element, (items, columns of D) in a tile: the first for
-# up to so many items, the second for more. All stages fit into 96 KB of shared memory, two programs a multiprocessor; exact products of fp32 take no tensor cores, so their tiles must fit into registers.
-# Measured on an H200, as the constants below.
+# An item is one position of one sequence. By bytes an element, (items, columns of D) in a tile: the first for up to so
+# many items, the second for more. All stages fit into 96 KB of shared memory, two programs a multiprocessor; exact
+# products of fp32 take no tensor cores, so their tiles must fit into registers. Measured on an H200, as the constants
+# below.
 _TILES = {2: ((16, 256), (64, 128)), 4: ((16, 64), (64, 32))}
 _BLOCK_R = 32
 _STAGES = 4

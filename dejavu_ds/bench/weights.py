@@ -10,6 +10,7 @@ from torch import nn
 from transformers import OPTForCausalLM
 
 from dejavu_ds.bench.shapes import Shape
+from dejavu_ds.checkpoint import own_parameters
 
 _STD = 0.02
 
@@ -61,13 +62,10 @@ class RandomWeights:
         leave_out: Collection[nn.Module] = (),
     ) -> None:
         """As `Weights.fill`."""
-        for name, child in module.named_children():
-            if child not in leave_out:
-                self.fill(child, f"{prefix}{name}.", device, dtype, leave_out)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            value = torch.empty(parameter.shape, dtype=dtype, device=device)
-            _fill_one(prefix + name, value, self._hidden, self._active_share)
-            setattr(module, name, nn.Parameter(value, requires_grad=False))
+        for owner, name, whole in own_parameters(module, prefix, leave_out):
+            value = torch.empty(getattr(owner, name).shape, dtype=dtype, device=device)
+            _fill_one(whole, value, self._hidden, self._active_share)
+            setattr(owner, name, nn.Parameter(value, requires_grad=False))
 
     def close(self) -> None:
         """There is nothing to let go of."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dejavu_ds.kernels import nibbles
+from dejavu_ds.kernels import nibbles, packed_products
 from dejavu_ds.kernels.nibbles import permute_lookup
 from dejavu_ds.quantize import bitsandbytes_functional
 
@@ -138,7 +138,7 @@ def test_a_word_times_x():
     rng = np.random.default_rng(0)
     w, x = rng.standard_normal((2, 16)).astype(np.float16)
     pairs = [[bits_of(v[i : i + 2]) for i in range(0, 16, 2)] for v in (w, x)]
-    (y,) = run(nibbles._DOT_ASM.value, 1, *pairs[0], *pairs[1])
+    (y,) = run(packed_products._DOT_ASM.value, 1, *pairs[0], *pairs[1])
     exact, terms = np.float64(w) @ np.float64(x), np.abs(np.float64(w)) @ np.abs(np.float64(x))
     assert 0 < abs(y - exact) <= 5 * 2**-11 * terms  # each product passes 5 roundings
     assert run(nibbles._SPLIT_ASM.value, 2, pairs[0][3]) == [float(w[6]), float(w[7])]

@@ -59,5 +59,8 @@ class GraphedStep:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures on a device: libraries keep a workspace for every stream that they have seen."""
-    return torch.cuda.Stream(device)
+    """One for all captures on a device: libraries keep a workspace for every stream that they have seen.
+
+    What is captured on it goes ahead of what a step runs beside it.
+    """
+    return torch.cuda.Stream(device, priority=-1)

@@ -9,7 +9,8 @@ One launch. A program computes the logits of a block of units and stores how man
 of the kept ones among them; the program that finishes last adds up the counts and writes the ascending list. Where a
 unit stands in the list is known only after the slowest block, so nothing could be written earlier, and what is left to
 do then is little: for 30,000 units seven steps of one program on 30 KB in the L2 cache, each a prefix sum of 64 counts
-and one store a kept unit. The prefix sums over the units, the longer part, have been made in all programs at once.
+and one store a kept unit. The prefix sums over the units, the longer part, have been made in all programs at once. A
+single program, which heads are enough for as a rule, writes the list itself.
 
 A logit is a sum over r in fp32, never rounded to 16 bit, in an order that follows from r and from whether B is 1, not
 from N: a unit's logit has the same bits on every rank and at every tensor-parallel size.
@@ -77,17 +78,30 @@ _LIST_BLOCKS = 64
 
 
 @triton.jit
-def _logits_of_one(z_ptr, w_ptrs, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """[BLOCK_N] fp32: rows `w_ptrs` [BLOCK_N, 1] of w2 times the one row of z."""
+def _columns(ptrs, r: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Columns r .. r + BLOCK_R - 1 of the rows at `ptrs` [n, 1], zeros from R on: [n, BLOCK_R]."""
+    offs_r = r + tl.arange(0, BLOCK_R)[None, :]
+    if (r + BLOCK_R) <= R:
+        return tl.load(ptrs + offs_r, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs + offs_r, mask=offs_r < R, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _logits_of_one(
+    z_ptr, w_ptrs, first,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N] fp32: rows `w_ptrs` [BLOCK_N, 1] of w2, whose first columns are loaded, times the one row of z."""
     acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
     for r in tl.static_range(0, R, BLOCK_R):
+        w = first
+        if r > 0:
+            w = _columns(w_ptrs, r, R, BLOCK_R)
         offs_r = r + tl.arange(0, BLOCK_R)
-        if (r + BLOCK_R) <= R:
-            w = tl.load(w_ptrs + offs_r[None, :], eviction_policy="evict_first")
-            z = tl.load(z_ptr + offs_r)
-        else:
-            w = tl.load(w_ptrs + offs_r[None, :], mask=(offs_r < R)[None, :], other=0.0, eviction_policy="evict_first")
-            z = tl.load(z_ptr + offs_r, mask=offs_r < R, other=0.0)
+        z = tl.load(z_ptr + offs_r, mask=offs_r < R, other=0.0)
         acc += w.to(tl.float32) * z.to(tl.float32)[None, :]
     return tl.sum(acc, axis=1)
 
@@ -125,12 +139,19 @@ def _stored(counts_ptr, places_ptr, block, blocks, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _store_count(count_ptr, total_ptr, count, total):
+    tl.store(count_ptr, count)
+    if total_ptr is not None:
+        tl.store(total_ptr, total + count)
+
+
+@triton.jit
 def _list_kept(
-    counts_ptr, places_ptr, idx_ptr, count_ptr, total_ptr, blocks,
+    counts_ptr, places_ptr, idx_ptr, count_ptr, total_ptr, total, blocks,
     BLOCK_N: tl.constexpr,
     LIST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the list and its length, and add that to the total."""
+    """Write the list and its length, and add that to the total there was."""
     base = 0
     block = tl.arange(0, LIST_BLOCKS)
     counts, places = _stored(counts_ptr, places_ptr, block, blocks, BLOCK_N)
@@ -143,9 +164,7 @@ def _list_kept(
         base += tl.sum(counts, axis=0)
         block += LIST_BLOCKS
         counts, places = next_counts, next_places
-    tl.store(count_ptr, base)
-    if total_ptr is not None:
-        tl.store(total_ptr, tl.load(total_ptr) + base)
+    _store_count(count_ptr, total_ptr, base, total)
 
 
 # The rank is a size of the model; N must not decide how a program is compiled, nor may the batch compile anew.
@@ -159,22 +178,30 @@ def _predict_select_kernel(
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     LIST_BLOCKS: tl.constexpr,
+    ALONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     row = tl.minimum(offs_n, N - 1)  # rows that overrun repeat the last one, so that no load of weights is masked
     w_ptrs = w_ptr + row.to(tl.int64)[:, None] * R
+    # Weights are there before the wait.
     bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
     if b_ptr is not None:
         bias = tl.load(b_ptr + row).to(tl.float32)
+    if BLOCK_B == 1:
+        first = _columns(w_ptrs, 0, R, BLOCK_R)
+    await_inputs(EARLY)
+    # Only the program that writes it needs it, but would wait for it last of all.
+    total = tl.zeros((), dtype=tl.int64)
+    if total_ptr is not None:
+        total = tl.load(total_ptr)
 
     if BLOCK_B == 1:  # B is 1, too
         live = 1
         if live_ptr is not None:
             live = tl.load(live_ptr).to(tl.int32)
-        kept = tl.where(_logits_of_one(z_ptr, w_ptrs, R, BLOCK_N, BLOCK_R) + bias > threshold, live, 0)
+        kept = tl.where(_logits_of_one(z_ptr, w_ptrs, first, R, BLOCK_N, BLOCK_R) + bias > threshold, live, 0)
     else:
         kept = tl.zeros((BLOCK_N,), dtype=tl.int32)
         for b in range(0, B, BLOCK_B):
@@ -187,10 +214,17 @@ def _predict_select_kernel(
             kept = tl.maximum(kept, tl.max(tl.where(logit > threshold, live[None, :], 0), axis=1))
     tl.store(mask_ptr + offs_n, kept.to(tl.uint8), mask=mask_n)
     kept = tl.where(mask_n, kept, 0)
-    tl.store(places_ptr + offs_n, (tl.cumsum(kept, axis=0) * kept).to(tl.uint8))  # from 1 on, 0 if not kept
-    tl.store(counts_ptr + tl.program_id(0), tl.sum(kept, axis=0))
-    if is_last(tickets_ptr, tl.num_programs(0)):
-        _list_kept(counts_ptr, places_ptr, idx_ptr, count_ptr, total_ptr, tl.num_programs(0), BLOCK_N, LIST_BLOCKS)
+    place = tl.cumsum(kept, axis=0) * kept  # from 1 on, 0 if not kept
+    count = tl.sum(kept, axis=0)
+    if ALONE:
+        tl.store(idx_ptr + place - 1, offs_n, mask=place != 0)
+        _store_count(count_ptr, total_ptr, count, total)
+    else:
+        tl.store(places_ptr + offs_n, place.to(tl.uint8))
+        tl.store(counts_ptr + tl.program_id(0), count)
+        if is_last(tickets_ptr, tl.num_programs(0)):
+            blocks = tl.num_programs(0)
+            _list_kept(counts_ptr, places_ptr, idx_ptr, count_ptr, total_ptr, total, blocks, BLOCK_N, LIST_BLOCKS)
 
 
 def _check(z, w2, b2, live, idx_out, count_out, mask_out, kept_total, tickets) -> None:
@@ -267,6 +301,7 @@ def predict_select(
         BLOCK_R=block_r,
         STAGES=_DOT_STAGES,
         LIST_BLOCKS=min(_LIST_BLOCKS, triton.next_power_of_2(blocks)),
+        ALONE=blocks == 1,
         num_warps=_WARPS,
         **launch_options(),
     )  # fmt: skip

@@ -87,6 +87,8 @@ def add_sizes(sub: Parser, name: str) -> None:
     add("--mlp-density", type=share, default=mlp, help="neurons that a sequence keeps (default: %(default)s)")
     add("--head-density", type=share, default=heads, help="heads that a sequence keeps (default: %(default)s)")
     add("--dtype", choices=tuple(DTYPES), help="default: fp16 on a GPU, fp32 on a CPU")
+    if name == "kernels":
+        add("--quantize", choices=QUANTIZE, help="the MLP over 4-bit weights as well, ours and bitsandbytes'")
 
 
 def add_systems(sub: Parser, name: str) -> None:
@@ -264,14 +266,14 @@ def run_kernels(args) -> None:
     limit = Limit.measure(device).gb_per_s
     rows = []
     for layer in layers:
-        rows += kernel_rows(layer, args.steps, limit, say)
+        rows += kernel_rows(layer, args.steps, limit, say, args.quantize)
         save(args, rows)
     report(args, rows)
 
 
 def make_layers(args, device) -> list:
     """A rank's share of a layer in every setting asked for."""
-    from dejavu_ds.bench.kernels import Layer
+    from dejavu_ds.bench.layer import Layer
     from dejavu_ds.bench.shapes import parse_local_shape
 
     shapes = [parse_local_shape(text) for text in args.shape]

@@ -1,5 +1,6 @@
 """The benchmark program: its rows, its bytes, its systems, what it refuses. Nothing here looks at a time."""
 
+import itertools
 import json
 import os
 import re
@@ -344,6 +345,21 @@ def test_kernels(tmp_path):
         assert dense["read_bytes"] == 3 * 64 // tp * (64 + 1) * 4
 
 
+def test_kernels_over_4_bit_weights(tmp_path):
+    rows = run(tmp_path, "kernels", "--shape", TINY, "--quantize", "fp4", "--contexts", "32", "--steps", "2")["rows"]
+    packed = [row for row in rows if row["quantize"] == "fp4"]
+    assert len(rows) > len(packed) and all(tuple(row)[: len(KEYS)] == KEYS for row in packed)
+    kernels = ("gather_up_proj", "gather_down_proj", "sparse_mlp")
+    systems = ("sparse", "dense", "bitsandbytes")
+    assert {(row["kernel"], row["system"]) for row in packed} == set(itertools.product(kernels, systems))
+    a_row = 64 // 2 + 4  # half a byte a weight and a scale for 64 of them
+    kept = {"sparse": round(0.15 * 256), "dense": 256, "bitsandbytes": 256}
+    for row in packed:
+        matrices = 2 if row["kernel"] == "sparse_mlp" else 1
+        assert row["read_bytes"] == matrices * kept[row["system"]] * a_row
+        assert row["mlp_density"] == kept[row["system"]] / 256 and row["ms_median"] > 0
+
+
 def test_a_peer_that_fails_is_a_row(tmp_path, capsys, monkeypatch):
     def fail(self, tokens):
         raise RuntimeError("no kernel\nfor this device")
@@ -368,6 +384,14 @@ def test_ratios_compare_like_with_like():
     ]
     assert ratios(rows[2], rows) == (4.5, 1.8)
     assert ratios(rows[3], rows) == (None, 1.0)
+
+
+def test_ratios_of_kernels_keep_16_and_4_bits_apart():
+    rows = [
+        make_row(benchmark="kernels", kernel="sparse_mlp", system=system, quantize=quantize, ms_median=ms)
+        for system, quantize, ms in (("sparse", None, 2.0), ("sparse", "nf4", 1.0), ("bitsandbytes", "nf4", 8.0))
+    ]
+    assert ratios(rows[2], rows) == (8.0, None)
 
 
 def test_commands_carry_no_folders():

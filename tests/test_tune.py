@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dejavu_ds.bench import tune
-from dejavu_ds.bench.kernels import Layer
+from dejavu_ds.bench.layer import Layer
 from dejavu_ds.bench.shapes import parse_local_shape
 from dejavu_ds.kernels import configs
 from dejavu_ds.kernels.configs import KERNELS, WHOLE_ROWS, Config, read_tuned, rows_at_once, token_block

@@ -94,7 +94,9 @@ def ratios(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float | Non
     """How many times as long `row` takes as our sparse and as our dense row of the same setting; None without one."""
 
     def of(system: str) -> float | None:
-        same = ("benchmark", "shape", "kernel", "tp", "batch", "context")
+        same = ["benchmark", "shape", "kernel", "tp", "batch", "context"]
+        if row["benchmark"] == "kernels":
+            same.append("quantize")  # a kernel is run both ways; elsewhere 4 bits are our engine's alone
         for other in rows:
             alike = other["system"] == system and all(other.get(key) == row.get(key) for key in same)
             if alike and row["ms_median"] and other["ms_median"]:

@@ -8,14 +8,16 @@ import itertools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from dejavu_ds.bench.kernels import Layer
+from dejavu_ds.bench.layer import STD, Layer
 from dejavu_ds.bench.timing import time_rotated
+from dejavu_ds.kernels.add_norm import Norm, add_norm
 from dejavu_ds.kernels.configs import PACKED, WHOLE_ROWS, Config, token_block
 from dejavu_ds.kernels.gather_down_proj import gather_down_proj
 from dejavu_ds.kernels.gather_qkv import gather_qkv
@@ -28,7 +30,6 @@ from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.quantize import QuantizeConfig, pack
 from dejavu_ds.resume import replace_file
 
-_STD = 0.02
 # Of nf4 in blocks of 64 with scales in fp32, a weight.
 _NF4_BYTES = 0.5625
 
@@ -54,7 +55,7 @@ def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
                 yield Config(block_b, n, d, False, 1, warps, programs)
     else:
         # Why no more rows: see `config_for`.
-        for d, warps, programs in itertools.product((32, 64, 128), (4, 8, 16), (264, 528, 1056)):
+        for d, warps, programs in itertools.product((32, 64, 128), (4, 8, 16), (132, 264, 528, 1056)):
             if D % d == 0:
                 yield Config(block_b, 16 * warps, d, False, 1, warps, programs)
 
@@ -116,7 +117,7 @@ def calls(
 
 
 def _random_weight(layer: Layer, packed: bool, *shape: int) -> torch.Tensor | PackedWeight:
-    weight = layer.random(*shape, std=_STD)
+    weight = layer.random(*shape, std=STD)
     return pack(weight, QuantizeConfig()) if packed else weight
 
 
@@ -167,11 +168,22 @@ def _fastest(kernel: str, layer: Layer, repeats: int) -> dict[str, Any]:
 
 
 def _times(kernel: str, layer: Layer, every: bool, repeats: int) -> dict[Config, float]:
-    """{configuration: microseconds}, of those that fit."""
+    """{configuration: microseconds}, of those that fit.
+
+    Of a down-projection with the norm after it, which takes longer the more parts it has to add up.
+    """
     on_buffers, times = calls(kernel, layer, every), {}
+    hidden, weight = torch.zeros_like(layer.random(layer.batch, layer.shape.hidden)), layer.random(layer.shape.hidden)
+
+    def run(call: Callable[[Config], torch.Tensor], config: Config) -> None:
+        y = call(config)
+        if kernel not in WHOLE_ROWS:
+            add_norm(y, None, hidden, Norm(weight, weight, 1e-5))
+
     for config in candidates(kernel, layer.batch, layer.shape.hidden):
+        hidden.zero_()
         try:
-            taken = time_rotated([lambda f=f, c=config: f(c) for f in on_buffers], repeats, layer.device)
+            taken = time_rotated([partial(run, call, config) for call in on_buffers], repeats, layer.device)
         except triton.OutOfResources:
             continue
         times[config] = 1e3 * sorted(taken)[len(taken) // 2]

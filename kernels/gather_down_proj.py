@@ -256,8 +256,12 @@ def check_down(h, w, idx, count, group, out) -> None:
 
 def shares_of(c: Config, h: torch.Tensor, D: int) -> int:
     """Parts S that the rows are shared into."""
-    programs = triton.cdiv(D, c.block_d) * triton.cdiv(h.shape[0], c.block_b)
-    return max(1, min(_MAX_SHARES, c.programs // programs, h.shape[1] // _LEAST_ROWS))
+    return max(1, min(_MAX_SHARES, c.programs // strips_of(c, h.shape[0], D), h.shape[1] // _LEAST_ROWS))
+
+
+def strips_of(c: Config, B: int, D: int) -> int:
+    """Programs of a share."""
+    return triton.cdiv(D, c.block_d) * triton.cdiv(B, c.block_b)
 
 
 def gather_down_proj(
@@ -281,7 +285,7 @@ def gather_down_proj(
     """
     check_down(h, w, idx, count, group, out)
     B, D = h.shape[0], w.shape[1]
-    c = config or config_for("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype)
+    c = config or config_for("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype, out is not None)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out[None]
     _gather_down_proj_kernel[(strips, len(y), tiles)](

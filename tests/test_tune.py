@@ -55,7 +55,7 @@ def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
     # Sparse, then dense: the second has the least product, though it is the fastest of neither.
     times = iter([[3.0] * 3, [2.0] * 3, [1.0] * 3, [3.0] * 3, [4.0] * 3, [9.0] * 3])
     monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
-    entry = tune._fastest("gather_up_proj", layer_of(1, device), 3)
+    (entry,) = tune._fastest("gather_up_proj", layer_of(1, device), 3)
     assert (entry["D"], entry["us"], entry["us_every"]) == (64, 2000.0, 4000.0)
     assert entry["config"] == wanted[1]._asdict()
     path = tmp_path / "tuned.json"
@@ -76,6 +76,21 @@ def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
     assert configs.config_for("out_proj", 7, 64, torch.float16) == Config(16, 16, 64, True)
 
 
+def test_a_result_in_one_part_has_a_configuration_of_its_own(tmp_path, monkeypatch, device):
+    """A sum over GPUs takes one part: the fastest of those that do not share the rows is kept beside the fastest."""
+    shared, whole = Config(1, 16, 32, programs=4), Config(1, 16, 32, programs=3)
+    monkeypatch.setattr(tune, "candidates", lambda kernel, B, D: [shared, whole])
+    times = iter([[1.0], [2.0], [1.0], [2.0]])
+    monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
+    tune.write_tuned(tune._fastest("gather_down_proj", layer_of(1, device), 1), "a card", tmp_path / "tuned.json")
+    monkeypatch.setattr(configs, "TUNED", read_tuned(tmp_path / "tuned.json"))
+    assert configs.config_for("gather_down_proj", 1, 64, torch.float16) == shared
+    assert configs.config_for("gather_down_proj", 1, 64, torch.float16, one_part=True) == whole
+    assert configs.config_for("out_proj", 1, 64, torch.float16, one_part=True).block_d == 32
+
+
 def test_the_shipped_table_can_be_read():
+    down = [kernel for kernel in KERNELS if kernel not in WHOLE_ROWS]
     for (kernel, block_b, D), config in configs.TUNED.items():
-        assert kernel in KERNELS and config.block_b == block_b and D % config.block_d == 0
+        assert kernel in (*KERNELS, *map(configs.in_one_part, down))
+        assert config.block_b == block_b and D % config.block_d == 0

@@ -18,8 +18,8 @@ import triton
 from dejavu_ds.bench.layer import STD, Layer
 from dejavu_ds.bench.timing import time_rotated
 from dejavu_ds.kernels.add_norm import Norm, add_norm
-from dejavu_ds.kernels.configs import PACKED, WHOLE_ROWS, Config, token_block
-from dejavu_ds.kernels.gather_down_proj import gather_down_proj
+from dejavu_ds.kernels.configs import PACKED, WHOLE_ROWS, Config, in_one_part, token_block
+from dejavu_ds.kernels.gather_down_proj import gather_down_proj, strips_of
 from dejavu_ds.kernels.gather_qkv import gather_qkv
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
 from dejavu_ds.kernels.nibbles import WORD
@@ -147,18 +147,33 @@ def tune(layers: list[Layer], kernels: list[str], repeats: int, workers: int, sa
     entries = []
     for layer in layers:
         for kernel in kernels:
-            entries.append(_fastest(kernel, layer, repeats))
-            say(json.dumps(entries[-1] | {"tried": len(entries[-1]["tried"])}))
+            found = _fastest(kernel, layer, repeats)
+            for entry in found:
+                say(json.dumps(entry | {"tried": len(entry["tried"])}))
+            entries += found
     return entries
 
 
-def _fastest(kernel: str, layer: Layer, repeats: int) -> dict[str, Any]:
-    """One configuration serves the sparse and the dense step: the one whose times have the least product."""
+def _fastest(kernel: str, layer: Layer, repeats: int) -> list[dict[str, Any]]:
+    """One configuration serves the sparse and the dense step: the one whose times have the least product.
+
+    Of a down-projection that of all, and that of those that give the result in one part.
+    """
     both = [_times(kernel, layer, every, repeats) for every in (False, True)]
     tried = sorted((config for config in both[0] if config in both[1]), key=lambda c: both[0][c] * both[1][c])
+    found = [_entry(kernel, layer, tried, both)]
+    if kernel not in WHOLE_ROWS:
+        D = layer.shape.hidden
+        whole = [c for c in tried if strips_of(c, layer.batch, D) * 2 > c.programs]
+        if whole:
+            found.append(_entry(in_one_part(kernel), layer, whole, both))
+    return found
+
+
+def _entry(name: str, layer: Layer, tried: list[Config], both: list[dict[Config, float]]) -> dict[str, Any]:
     best = tried[0]
     return {
-        "kernel": kernel,
+        "kernel": name,
         "D": layer.shape.hidden,
         "config": best._asdict(),
         "us": round(both[0][best], 2),

@@ -1,6 +1,7 @@
 """Communication between tensor-parallel ranks, through deepspeed.comm on the group DeepSpeed made."""
 
 import importlib
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+
+from dejavu_ds.kernels.configs import SUMMED_PARTS
 
 # A sum of more tokens is no longer bound by latency.
 _ONE_SHOT_TOKENS = 16
@@ -38,7 +41,7 @@ class TensorParallel:
         return cls(group, dist.get_rank(group=group), dist.get_world_size(group=group))
 
     def with_one_shot(self, width: int, device: torch.device) -> "TensorParallel":
-        """The same, with a faster sum of decode steps' partial results [B, width] where the GPUs allow it; collective.
+        """The same, with a faster sum of decode steps' parts [S, B, width] where the GPUs allow it; collective.
 
         Where they do not, a warning says why, and everything goes through NCCL; as it does between hosts.
         """
@@ -46,7 +49,7 @@ class TensorParallel:
             return self
         problem = ""
         try:
-            one_shot = OneShotSum(self.group, _ONE_SHOT_TOKENS * width, device)
+            one_shot = OneShotSum(self.group, SUMMED_PARTS * _ONE_SHOT_TOKENS * width, device)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
         # All ranks or none: a sum that only some take would wait for ever.
@@ -58,11 +61,16 @@ class TensorParallel:
         return replace(self, one_shot=one_shot)
 
     def partial(self, B: int, D: int, device: torch.device) -> torch.Tensor | None:
-        """Where this rank's part of a decode step's result [B, D] goes, fp32: for `sum_partial`. None at size 1."""
+        """Where this rank's share of a decode step's result [B, D] goes, in parts [S, B, D] fp32: for `sum_partial`.
+
+        None at size 1.
+        """
         if self.size == 1:
             return None
-        part = None if self.one_shot is None else self.one_shot.part(B, D)
-        return torch.empty(B, D, dtype=torch.float32, device=device) if part is None else part
+        # A CPU's way has one part.
+        shape = SUMMED_PARTS if device.type == "cuda" else 1, B, D
+        part = None if self.one_shot is None else self.one_shot.part(*shape)
+        return torch.empty(shape, dtype=torch.float32, device=device) if part is None else part
 
     def sum_partial(self, y: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of what was written to `partial`; the same bits on every rank."""
@@ -111,11 +119,11 @@ class OneShotSum:
         symmetric_memory.rendezvous(self._buffer, group)
         self._group_name = group.group_name
 
-    def part(self, B: int, D: int) -> torch.Tensor | None:
-        """[B, D] of the shared memory, which a sum leaves to be written again; None if it is not whole vectors of 16
+    def part(self, *shape: int) -> torch.Tensor | None:
+        """So much of the shared memory, which a sum leaves to be written again; None if it is not whole vectors of 16
         bytes or does not fit."""
-        n = B * D
-        return self._buffer[:n].view(B, D) if n <= self._buffer.numel() and n % 4 == 0 else None
+        n = math.prod(shape)
+        return self._buffer[:n].view(shape) if n <= self._buffer.numel() and n % 4 == 0 else None
 
     def holds(self, y: torch.Tensor) -> bool:
         """Whether `y` is a `part`."""

@@ -64,15 +64,19 @@ def token_block(B: int) -> tuple[int, bool]:
     return (_DOT_TOKENS, True) if B >= _DOT_FROM else (triton.next_power_of_2(B), False)
 
 
-def in_one_part(kernel: str) -> str:
-    """The name in the table of a down-projection whose result must come in one part, as a sum over GPUs takes it."""
-    return f"{kernel}, one part"
+SUMMED_PARTS = 2
+"""Parts of a down-projection's result that is then summed over GPUs, which takes the longer the more there are."""
 
 
-def config_for(kernel: str, B: int, D: int, dtype: torch.dtype, one_part: bool = False) -> Config:
-    """Of one of `KERNELS` for B tokens and rows of D elements; one_part: a down-projection's result is not shared."""
+def summed(kernel: str) -> str:
+    """The name in the table of a down-projection whose result comes in `SUMMED_PARTS`."""
+    return f"{kernel}, summed over GPUs"
+
+
+def config_for(kernel: str, B: int, D: int, dtype: torch.dtype, over_gpus: bool = False) -> Config:
+    """Of one of `KERNELS` for B tokens and rows of D elements; over_gpus: the result is then summed over GPUs."""
     block_b, dot = token_block(B)
-    name = in_one_part(kernel) if one_part else kernel
+    name = summed(kernel) if over_gpus else kernel
     tuned = TUNED.get((name, block_b, D)) if dtype.itemsize == 2 else None
     if tuned is not None:
         return tuned
@@ -86,8 +90,8 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype, one_part: bool =
     if dot:
         return Config(block_b, 128, max(16, row_block(D, 64)), True, stages=3)
     # With more rows a step than half of the threads, Triton would load what is said of a row in another layout than the
-    # row, and change it in every step. Where the rows are not shared, short strips make more programs.
-    return Config(block_b, 256, row_block(D, 32 if one_part else 64), warps=16, programs=264)
+    # row, and change it in every step.
+    return Config(block_b, 256, row_block(D, 64), warps=16, programs=264)
 
 
 def _packed_config(kernel: str, block_b: int, dot: bool, D: int) -> Config:

@@ -56,7 +56,15 @@ def gather_down_proj_ref(
     else:
         rows = (idx[:, None] * group + torch.arange(group, device=idx.device, dtype=idx.dtype)).flatten()
         y = _rows_times(h, w, rows)
-    return y.float()[None] if out is None else out.copy_(y)[None]
+    return in_parts(y, out)
+
+
+def in_parts(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """y [B, D] as the sum of `out` [S, B, D], or in fp32 as the only part."""
+    if out is None:
+        return y.float()[None]
+    out[0], out[1:] = y, 0
+    return out
 
 
 def _rows_times(h: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -246,8 +254,9 @@ def check_down(h, w, idx, count, group, out) -> None:
         )
     if h.dtype != w.dtype:
         raise TypeError(f"h and w must share one dtype, got {h.dtype} and {w.dtype}")
-    if out is not None and (out.shape != (h.shape[0], w.shape[1]) or not out.is_contiguous()):
-        raise ValueError(f"out must be {[h.shape[0], w.shape[1]]} and contiguous, got {tuple(out.shape)}")
+    result = (h.shape[0], w.shape[1])
+    if out is not None and (out.dim() != 3 or not len(out) or out.shape[1:] != result or not out.is_contiguous()):
+        raise ValueError(f"out must be [S, {result[0]}, {result[1]}] and contiguous, got {tuple(out.shape)}")
     if out is not None and out.dtype != torch.float32:
         raise TypeError(f"out must be float32, got {out.dtype}")
     if not all(t.is_contiguous() for t in (h, w, idx) if torch.is_tensor(t)):
@@ -276,8 +285,8 @@ def gather_down_proj(
 ) -> torch.Tensor:
     """Return the sum over the kept rows of h[:, n] * w[n], in S parts; shapes and limits are in the module docstring.
 
-    Each kept row of `w` is read once for every 16 tokens. `out` [B, D] fp32, contiguous, takes the result in one part.
-    `config` overrides the tuned block sizes.
+    Each kept row of `w` is read once for every 16 tokens. `out` [S, B, D] fp32, contiguous, takes the result and says
+    what S is. `config` overrides the tuned block sizes.
 
     Raises:
         ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
@@ -287,7 +296,7 @@ def gather_down_proj(
     B, D = h.shape[0], w.shape[1]
     c = config or config_for("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype, out is not None)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
-    y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out[None]
+    y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out
     _gather_down_proj_kernel[(strips, len(y), tiles)](
         h, w, idx, count, y,
         B, h.shape[1],

@@ -9,7 +9,7 @@ from dejavu_ds.bench import tune
 from dejavu_ds.bench.layer import Layer
 from dejavu_ds.bench.shapes import parse_local_shape
 from dejavu_ds.kernels import configs
-from dejavu_ds.kernels.configs import KERNELS, WHOLE_ROWS, Config, read_tuned, rows_at_once, token_block
+from dejavu_ds.kernels.configs import KERNELS, SUMMED_PARTS, WHOLE_ROWS, Config, read_tuned, rows_at_once, token_block
 
 TINY = "hidden=64,ffn=96,heads=4,layers=2,vocab=512,positions=128"
 
@@ -76,21 +76,20 @@ def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
     assert configs.config_for("out_proj", 7, 64, torch.float16) == Config(16, 16, 64, True)
 
 
-def test_a_result_in_one_part_has_a_configuration_of_its_own(tmp_path, monkeypatch, device):
-    """A sum over GPUs takes one part: the fastest of those that do not share the rows is kept beside the fastest."""
-    shared, whole = Config(1, 16, 32, programs=4), Config(1, 16, 32, programs=3)
-    monkeypatch.setattr(tune, "candidates", lambda kernel, B, D: [shared, whole])
+def test_a_result_that_gpus_sum_has_a_configuration_of_its_own(tmp_path, monkeypatch, device):
+    """It comes in a fixed number of parts: the fastest that gives as many is kept beside the fastest."""
+    fastest, fitting = Config(1, 16, 32, programs=6), Config(1, 16, 32, programs=2 * SUMMED_PARTS)
+    monkeypatch.setattr(tune, "candidates", lambda kernel, B, D: [fastest, fitting])
     times = iter([[1.0], [2.0], [1.0], [2.0]])
     monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
     tune.write_tuned(tune._fastest("gather_down_proj", layer_of(1, device), 1), "a card", tmp_path / "tuned.json")
     monkeypatch.setattr(configs, "TUNED", read_tuned(tmp_path / "tuned.json"))
-    assert configs.config_for("gather_down_proj", 1, 64, torch.float16) == shared
-    assert configs.config_for("gather_down_proj", 1, 64, torch.float16, one_part=True) == whole
-    assert configs.config_for("out_proj", 1, 64, torch.float16, one_part=True).block_d == 32
+    assert configs.config_for("gather_down_proj", 1, 64, torch.float16) == fastest
+    assert configs.config_for("gather_down_proj", 1, 64, torch.float16, over_gpus=True) == fitting
 
 
 def test_the_shipped_table_can_be_read():
     down = [kernel for kernel in KERNELS if kernel not in WHOLE_ROWS]
     for (kernel, block_b, D), config in configs.TUNED.items():
-        assert kernel in (*KERNELS, *map(configs.in_one_part, down))
+        assert kernel in (*KERNELS, *map(configs.summed, down))
         assert config.block_b == block_b and D % config.block_d == 0

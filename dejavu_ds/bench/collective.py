@@ -14,7 +14,8 @@ _CALLS = 64
 def all_reduce_rows(source: Source, benchmark: str, batches: list[int], repeats: int) -> list[dict[str, Any]]:
     """Two rows for each batch size: the engine's way, and DeepSpeed's all-reduce. Call on every rank.
 
-    On a GPU the calls are replayed in a CUDA graph, as in a step. The engine's sums are of fp32 partial results.
+    On a GPU the calls are replayed in a CUDA graph, as in a step. The engine's sums are of partial results in fp32, in
+    as many parts as a step has them.
     """
     tp, rows = source.engine().tp, []
     for batch in batches:

@@ -18,7 +18,7 @@ import triton
 from dejavu_ds.bench.layer import STD, Layer
 from dejavu_ds.bench.timing import time_rotated
 from dejavu_ds.kernels.add_norm import Norm, add_norm
-from dejavu_ds.kernels.configs import PACKED, WHOLE_ROWS, Config, in_one_part, token_block
+from dejavu_ds.kernels.configs import PACKED, SUMMED_PARTS, WHOLE_ROWS, Config, summed, token_block
 from dejavu_ds.kernels.gather_down_proj import gather_down_proj, strips_of
 from dejavu_ds.kernels.gather_qkv import gather_qkv
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
@@ -55,8 +55,8 @@ def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
                 yield Config(block_b, n, d, False, 1, warps, programs)
     else:
         # Why no more rows: see `config_for`.
-        for d, warps, programs in itertools.product((32, 64, 128), (4, 8, 16), (132, 264, 528, 1056)):
-            if D % d == 0:
+        for d, warps in itertools.product((32, 64, 128), (4, 8, 16)):
+            for programs in sorted({264, 528, 1056, SUMMED_PARTS * D // d}) if D % d == 0 else ():
                 yield Config(block_b, 16 * warps, d, False, 1, warps, programs)
 
 
@@ -157,16 +157,15 @@ def tune(layers: list[Layer], kernels: list[str], repeats: int, workers: int, sa
 def _fastest(kernel: str, layer: Layer, repeats: int) -> list[dict[str, Any]]:
     """One configuration serves the sparse and the dense step: the one whose times have the least product.
 
-    Of a down-projection that of all, and that of those that give the result in one part.
+    Of a down-projection that of all, and that of those that give the result in the parts that GPUs sum.
     """
     both = [_times(kernel, layer, every, repeats) for every in (False, True)]
     tried = sorted((config for config in both[0] if config in both[1]), key=lambda c: both[0][c] * both[1][c])
     found = [_entry(kernel, layer, tried, both)]
     if kernel not in WHOLE_ROWS:
-        D = layer.shape.hidden
-        whole = [c for c in tried if strips_of(c, layer.batch, D) * 2 > c.programs]
-        if whole:
-            found.append(_entry(in_one_part(kernel), layer, whole, both))
+        fitting = [c for c in tried if c.programs // strips_of(c, layer.batch, layer.shape.hidden) == SUMMED_PARTS]
+        if fitting:
+            found.append(_entry(summed(kernel), layer, fitting, both))
     return found
 
 

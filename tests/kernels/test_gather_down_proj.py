@@ -53,24 +53,26 @@ def test_every_unit_in_order(implementation, device):
     check_down(IMPLEMENTATIONS[implementation].gather_down_proj, case, implementation == "triton")
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("skip_zeros", [False, True], ids=["dense", "skip"])
-def test_into_a_partial_result(implementation, skip_zeros, device):
-    """The sum in one part, into memory that ranks share."""
+def test_into_a_partial_result(implementation, skip_zeros, parts, device):
+    """Into memory that ranks share, in as many parts as that has."""
     torch.manual_seed(0)
     case = make_down(3, 33, 600, 420, 1, skip_zeros, torch.float16, device)
     op = IMPLEMENTATIONS[implementation].gather_down_proj
 
     def into(**case):
-        out = torch.full((3, 33), float("nan"), device=device)
+        out = torch.full((parts, 3, 33), float("nan"), device=device)
         y = op(**case, out=out)
-        assert y.shape == (1, 3, 33) and y.data_ptr() == out.data_ptr()
+        assert y.shape == out.shape and y.data_ptr() == out.data_ptr()
         return y
 
     check_down(into, case, implementation == "triton")
-    with pytest.raises(ValueError, match=r"out must be \[3, 33\]"):
-        gather_down_proj(**case, out=torch.zeros(2, 33, device=device))
+    for wrong in ((3, 33), (1, 2, 33), (0, 3, 33)):
+        with pytest.raises(ValueError, match=r"out must be \[S, 3, 33\]"):
+            gather_down_proj(**case, out=torch.zeros(wrong, device=device))
     with pytest.raises(TypeError, match="out must be float32"):
-        gather_down_proj(**case, out=torch.zeros(3, 33, dtype=torch.float16, device=device))
+        gather_down_proj(**case, out=torch.zeros(1, 3, 33, dtype=torch.float16, device=device))
 
 
 def small(B, block_n=16, block_d=16, warps=1):

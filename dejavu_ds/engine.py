@@ -71,6 +71,8 @@ def init_inference(
         **kwargs: DeepSpeed's own keywords under their own names, such as `dtype` and `tensor_parallel`. Without
             `dtype` the model keeps the one it has (DeepSpeed would convert to fp16). `enable_cuda_graph`, True here
             on a GPU by default, replays each decode step as one CUDA graph, at every tensor-parallel size.
+            `max_out_tokens` bounds a sequence, prompt and continuation together. Those that would have no effect here
+            are refused.
 
     Returns:
         A `deepspeed.InferenceEngine` with `forward` and `generate`.
@@ -252,8 +254,12 @@ class DejaVuEngine(InferenceEngine):
 
     @property
     def max_positions(self) -> int:
-        """Tokens a sequence can have, prompt and continuation together."""
-        return self.module.config.max_position_embeddings
+        """Tokens a sequence can have, prompt and continuation together: the model's positions, or `max_out_tokens` if
+        that was given and is less."""
+        positions = self.module.config.max_position_embeddings
+        # DeepSpeed's default is a size of its own kernels' buffers, and nobody's wish.
+        given = "max_out_tokens" in self._config.model_fields_set
+        return min(positions, self._config.max_out_tokens) if given else positions
 
     def cache_shapes(self) -> list[LayerShape]:
         """What each layer needs of a cache, with the selectors attached now."""

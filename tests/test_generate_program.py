@@ -234,8 +234,8 @@ def test_help_says_what_density_and_threshold_are(capsys):
         (["--model", "./nowhere", "--dense"], "no model at './nowhere'"),
         (["--predictors", "./nowhere"], "no folder ./nowhere"),
         (["--lookahead", "full"], "trained with lookahead 'half', 'full' was asked for"),
-        (["--max-new-tokens", "2000"], "but the model has 1024 positions"),
-        (["--prompt", "word " * 2000], "but the model has 1024 positions"),
+        (["--max-new-tokens", "2000"], "but there are 1024 positions"),
+        (["--prompt", "word " * 2000], "but there are 1024 positions"),
     ],
 )
 def test_bad_arguments(argv, said, refused):

@@ -338,12 +338,13 @@ def test_two_processes_print_once_what_one_does(program):
     ("argv", "said"),
     [(("--prompt", "-"), "the prompt is empty"), (("--predictors", "./nowhere"), "no folder ./nowhere")],
 )
-def test_two_processes_complain_once(argv, said):
+def test_one_of_two_processes_complains(argv, said):
+    """At once, and again after the launcher has said what it ends."""
     run = launch(*argv)
     assert run.returncode != 0
     assert complaints(run.stdout) == []
     lines = complaints(run.stderr)
-    assert len(lines) == 1, lines
+    assert len(lines) == 2 and lines[0] == lines[1], lines
     assert lines[0].startswith("generate.py: error: ") and said in lines[0]
 
 

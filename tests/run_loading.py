@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import dejavu_ds
 from dejavu_ds import SparsityConfig
-from dejavu_ds.checkpoint import return_freed_memory
+from dejavu_ds.checkpoint import open_checkpoint, return_freed_memory
 from dejavu_ds.finite import NonFiniteError
 from dejavu_ds.launch.common import leave_job, rank, world_size
+from dejavu_ds.sharded import DenseModel
 
 SIZES = {"hidden_size": 64, "ffn_dim": 77, "num_attention_heads": 4}
 POST_NORM = {"do_layer_norm_before": False, "word_embed_proj_dim": 24}
@@ -91,19 +92,24 @@ def refusals(folder: Path) -> list[str]:
 
 
 def memory(folder: Path) -> dict:
-    """Bytes: before loading, at the peak since, of what the engine holds, and after it is gone."""
+    """Bytes: before loading, at the peak since, of what the model holds, and after it is gone."""
     results = {}
-    for quantize in (None, "nf4"):
+    ways = {
+        "None": lambda: dejavu_ds.init_inference(folder, **SHARED).module,
+        "nf4": lambda: dejavu_ds.init_inference(folder, quantize="nf4", **SHARED).module,
+        "training": lambda: DenseModel.split(*open_checkpoint(folder, torch.float32)).model,
+    }
+    for name, load in ways.items():
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        engine = dejavu_ds.init_inference(folder, quantize=quantize, **SHARED)
+        model = load()
         peak = _status("VmHWM")
-        tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(engine.module)}
+        tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
         held = sum(tensors.values())
-        del engine, tensors
+        del model, tensors
         gc.collect()
         return_freed_memory()
-        results[str(quantize)] = {"before": before, "peak": peak, "held": held, "after": _status("VmRSS")}
+        results[name] = {"before": before, "peak": peak, "held": held, "after": _status("VmRSS")}
     return results
 
 

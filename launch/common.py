@@ -209,24 +209,32 @@ def leave_job() -> None:
         dist.destroy_process_group()
 
 
-def run_program(parser: Parser, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """What every program does once its arguments are checked: quiet set-up, `run(args)`, a clean end."""
+@contextlib.contextmanager
+def job(program: str) -> Iterator[None]:
+    """What runs inside ends a job of one or several processes in order, as docs/launching.md has it; also in programs
+    of your own: `with job("mine.py"): main()`."""
     try:
-        with quiet_imports():
-            import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
-        quiet_other_ranks()
-        set_cpu_threads()
-        with reported_errors(parser.prog):
-            run(args)
+        with reported_errors(program):
+            yield
         leave_job()
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr, flush=True)
+        print(f"{program}: interrupted", file=sys.stderr, flush=True)
         # As `exit_with_error` does, and as a shell reports a signal.
         (os._exit if world_size() > 1 else sys.exit)(130)
     except Exception as error:
         if world_size() == 1:
             raise
-        exit_as_rank(parser.prog, error)
+        exit_as_rank(program, error)
+
+
+def run_program(parser: Parser, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """What every program does once its arguments are checked: quiet set-up, `run(args)`, a clean end."""
+    with job(parser.prog):
+        with quiet_imports():
+            import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
+        quiet_other_ranks()
+        set_cpu_threads()
+        run(args)
 
 
 def torch_dtype(name: str):

@@ -368,6 +368,7 @@ def test_sparse_selection_follows_the_loop(device):
         ({"prompt_lookup_num_tokens": 2}, "assisted"),
         ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)}, "assisted"),
         pytest.param({"assistant_model": tiny_opt()}, "assisted", id="assistant_model"),
+        ({"assistant_early_exit": 2}, "assisted"),
         ({"penalty_alpha": 0.5, "top_k": 4}, "contrastive_search"),
         ({"dola_layers": "high"}, "dola_generation"),
         ({"num_beams": 2, "force_words_ids": [[5]]}, "num_beams=2"),

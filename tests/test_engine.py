@@ -131,6 +131,17 @@ def test_every_keyword_of_deepspeeds_is_heeded_or_refused():
     dejavu_ds.init_inference(tiny_opt(), replace_method="auto", tm=True, min_tokens=1, kernel_inject=False)
 
 
+def test_a_module_kept_on_the_host(device):
+    engine = dejavu_ds.init_inference(
+        tiny_opt(), dtype=torch.float32, keep_module_on_host=True, enable_cuda_graph=False
+    )
+    ids = torch.arange(3, 10)[None]
+    with torch.no_grad():
+        want = tiny_opt()(ids).logits
+    assert engine.device.type == "cpu"
+    torch.testing.assert_close(engine(ids).logits, want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["max_out_tokens", "max_tokens"])
 def test_max_out_tokens_bounds_a_sequence(name, device):
     """Prompt and continuation together, as DeepSpeed defines it; its default of 1024 is nobody's wish."""

@@ -23,9 +23,13 @@ import dejavu_ds
 from dejavu_ds.checkpoint import bundled_model
 
 
-@pytest.fixture
-def pair(device):
-    return tiny_opt().to(device), dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+@pytest.fixture(
+    params=[True, False] if torch.cuda.is_available() else [False], ids=lambda g: "graphs" if g else "eager"
+)
+def pair(device, request):
+    """(Hugging Face's model, an engine of the same): with and without CUDA graphs where there is a GPU."""
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32, enable_cuda_graph=request.param)
+    return tiny_opt().to(device), engine
 
 
 def prompt(B=2, S=7, device="cpu"):

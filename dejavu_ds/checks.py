@@ -25,23 +25,26 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _OURS = {
     "injection_policy": "dejavu_ds chooses it by the model's family",
-    "injection_dict": "dejavu_ds chooses it by the model's family",
     "injection_policy_tuple": "dejavu_ds chooses it by the model's family",
     "replace_with_kernel_inject": "dejavu_ds brings its own blocks and kernels",
-    "kernel_inject": "dejavu_ds brings its own blocks and kernels",
     "checkpoint": "give the model's folder or hub name in place of the model",
+    "mpu": "the model is split over all processes of the job",
     "save_mp_checkpoint_path": "shards in the gather layout cannot be loaded again",
 }
 # Keywords of DeepSpeed's own kernels and of other model kinds: taken at their defaults, refused at other values.
 _WITHOUT_EFFECT = {
     "base_dir",
     "checkpoint_config",
+    "config",
+    "ep_group",
+    "ep_mp_group",
     "ep_size",
     "min_out_tokens",
     "moe",
     "moe_experts",
     "moe_type",
     "quant",
+    "replace_method",
     "return_tuple",
     "set_empty_params",
     "training_mp_size",
@@ -54,7 +57,14 @@ _WITHOUT_EFFECT = {
 
 
 def merge_config(config: str | dict[str, Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's rule: config and keywords together, a key in both must agree. The caller's dict stays as it is."""
+    """DeepSpeed's rule: config and keywords together, a key in both must agree. The caller's dict stays as it is.
+
+    Returns:
+        {DeepSpeed's name of the field, where a keyword has two: what was given}.
+
+    Raises:
+        ValueError, TypeError: by name, for a keyword that neither knows, and for one that would be taken in vain.
+    """
     if isinstance(config, str | os.PathLike):
         try:
             config = json.loads(Path(config).read_text())
@@ -62,30 +72,27 @@ def merge_config(config: str | dict[str, Any] | None, kwargs: dict[str, Any]) ->
             raise ValueError(f"config {str(config)!r} cannot be read as JSON: {error}") from error
     if config is not None and not isinstance(config, dict):
         raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
-    merged = dict(config or {})
-    for key, value in kwargs.items():
-        if key in merged and merged[key] != value:
-            raise ValueError(f"{key} is {merged[key]!r} in config and {value!r} as a keyword; give it once")
-        merged[key] = value
-    for key, reason in _OURS.items():
-        if merged.get(key):
-            raise ValueError(f"{key} cannot be given: {reason}")
-        merged.pop(key, None)
     fields = DeepSpeedInferenceConfig.model_fields
-    for key in sorted(_WITHOUT_EFFECT & merged.keys()):
-        if merged[key] != fields[key].default:
-            raise ValueError(f"{key}={merged[key]!r} would have no effect: it is for DeepSpeed's own kernels")
-    if "mp_size" in merged and merged.keys() & {"tensor_parallel", "tp"}:
+    names = {field.alias: name for name, field in fields.items() if field.alias}
+    merged: dict[str, Any] = {}
+    for key, value in [*(config or {}).items(), *kwargs.items()]:
+        name = names.get(key, key)
+        if name in merged and merged[name] != value:
+            raise ValueError(f"{key} is given twice, as {merged[name]!r} and as {value!r}; give it once")
+        if value == "auto" and name != "replace_method":
+            raise ValueError(f"{key}='auto' would give DeepSpeed's default, whatever the model's is; leave {key} out")
+        if name in _OURS and value:
+            raise ValueError(f"{key} cannot be given: {_OURS[name]}")
+        if name in _WITHOUT_EFFECT and value != fields[name].default:
+            raise ValueError(f"{key}={value!r} would have no effect: it is for DeepSpeed's own kernels")
+        if name not in _OURS:
+            merged[name] = value
+    if "mp_size" in merged and "tensor_parallel" in merged:
         raise ValueError("mp_size is DeepSpeed's old name of tensor_parallel={'tp_size': ...}; give one of them")
-    unknown = set(merged) - _ds_keywords()
+    unknown = merged.keys() - fields.keys()
     if unknown:
         raise ValueError(f"unknown keyword(s) {sorted(unknown)}; neither dejavu_ds nor deepspeed knows them")
     return merged
-
-
-def _ds_keywords() -> set[str]:
-    fields = DeepSpeedInferenceConfig.model_fields
-    return set(fields) | {field.alias for field in fields.values() if field.alias}
 
 
 def check_model(model: PreTrainedModel, policy: Policy, on_meta: bool = False) -> None:
@@ -154,7 +161,14 @@ def check_predictors(
 
 
 def check_tensor_parallel(ds_config: DeepSpeedInferenceConfig, model_config) -> None:
-    tp_size = ds_config.tensor_parallel.tp_size
+    """ValueError unless the model can be split over all processes of the job."""
+    asked = ds_config.tensor_parallel
+    tp_size = asked.tp_size
+    given = [name for name in ("mpu", "tp_group") if getattr(asked, name) is not None]
+    if given:
+        raise ValueError(f"tensor_parallel {given[0]} cannot be given: {_OURS['mpu']}")
+    if not asked.enabled and tp_size > 1:
+        raise ValueError(f"tensor_parallel is not enabled, but its tp_size is {tp_size}; leave enabled or tp_size out")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if tp_size != world:
         raise ValueError(

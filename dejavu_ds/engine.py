@@ -30,7 +30,7 @@ from dejavu_ds.checks import (
 from dejavu_ds.collectives import TensorParallel, no_compilation
 from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
-from dejavu_ds.finite import check_weights
+from dejavu_ds.finite import NonFiniteError, check_weights, raise_everywhere
 from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.inputs import check_inputs, mask_and_positions
@@ -71,14 +71,16 @@ def init_inference(
         **kwargs: DeepSpeed's own keywords under their own names, such as `dtype` and `tensor_parallel`. Without
             `dtype` the model keeps the one it has (DeepSpeed would convert to fp16). `enable_cuda_graph`, True here
             on a GPU by default, replays each decode step as one CUDA graph, at every tensor-parallel size.
+            `max_out_tokens` bounds a sequence, prompt and continuation together. Those that would have no effect here
+            are refused.
 
     Returns:
         A `deepspeed.InferenceEngine` with `forward` and `generate`.
 
     Raises:
         ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong.
-        NonFiniteError: a ValueError, later: weights that are NaN or infinite in this dtype. Of a loaded model it is
-            raised on every rank, of a checkpoint by the ranks that read them.
+        NonFiniteError: a ValueError, later: weights that are NaN or infinite in this dtype; on every rank, whichever
+            read them.
     """
     ds_config = merge_config(config, kwargs)
     if not isinstance(model, str | os.PathLike | PreTrainedModel):
@@ -184,7 +186,7 @@ class DejaVuEngine(InferenceEngine):
         self._ops = ops_for(device)
         if weights is None:
             check_weights(self.module, self.tp, device)
-        self._pack(device, weights)
+        self._pack_or_raise(device, weights)
         head = self.module.lm_head
         if isinstance(head, LmHeadLinearAllreduce):
             embedding = self.module.get_input_embeddings().weight if tied else None
@@ -198,6 +200,15 @@ class DejaVuEngine(InferenceEngine):
         self.runner = StepRunner(self, cuda_graph)
         if predictors is not None:
             self.attach(self.predictor_selectors(predictors, sparsity), sparsity)
+
+    def _pack_or_raise(self, device: torch.device, weights: Weights | None) -> None:
+        """`_pack`; the weights that one rank has read and found wrong are named by all."""
+        error = None
+        try:
+            self._pack(device, weights)
+        except NonFiniteError as found:
+            error = found
+        raise_everywhere(error, self.tp, device)
 
     def _pack(self, device: torch.device, weights: Weights | None) -> None:
         """The blocks' weights, read if they are not yet, into the gather layout, and into 4 bits if asked for: a
@@ -252,8 +263,12 @@ class DejaVuEngine(InferenceEngine):
 
     @property
     def max_positions(self) -> int:
-        """Tokens a sequence can have, prompt and continuation together."""
-        return self.module.config.max_position_embeddings
+        """Tokens a sequence can have, prompt and continuation together: the model's positions, or `max_out_tokens` if
+        that was given and is less."""
+        positions = self.module.config.max_position_embeddings
+        # DeepSpeed's default is a size of its own kernels' buffers, and nobody's wish.
+        given = "max_out_tokens" in self._config.model_fields_set
+        return min(positions, self._config.max_out_tokens) if given else positions
 
     def cache_shapes(self) -> list[LayerShape]:
         """What each layer needs of a cache, with the selectors attached now."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from dejavu_ds.engine import DejaVuEngine
 
 
+# Bytes of an error's text that other ranks are told.
+_LONGEST_TEXT = 2048
+
+
 class NonFiniteError(ValueError):
     """Weights or activations are NaN or infinite; the message names the layer."""
 
@@ -48,6 +52,26 @@ def check_weights(model: nn.Module, tp: TensorParallel, device: torch.device) ->
         dtype = parameters[names[0]].dtype
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise NonFiniteError(f"NaN or infinity in the weights {', '.join(names[:3])}{more}; {_way_out(dtype)}")
+
+
+def raise_everywhere(error: NonFiniteError | None, tp: TensorParallel, device: torch.device) -> None:
+    """Collective: what any rank has found in the weights it read, raised on every rank.
+
+    One that raised alone would leave the others waiting for it.
+
+    Args:
+        error: of this rank; None: its weights are sound.
+        device: for communication.
+    """
+    if tp.size > 1:
+        texts = torch.zeros(tp.size, _LONGEST_TEXT, dtype=torch.int32, device=device)
+        if error is not None:
+            own = torch.tensor(list(str(error).encode()[:_LONGEST_TEXT]), dtype=torch.int32)
+            texts[tp.rank, : len(own)] = own.to(device)
+        found = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in tp.all_reduce(texts).cpu().tolist()]
+        error = error or next((NonFiniteError(text) for text in found if text), None)
+    if error is not None:
+        raise error
 
 
 def unusable(logits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -100,13 +100,13 @@ def check_mask(mask: torch.Tensor, shape: torch.Size) -> None:
 
 
 def check_length(position_ids: torch.Tensor, new_tokens: int, max_positions: int) -> None:
-    """ValueError when the prompt and the new tokens outrun the model's position embeddings."""
+    """ValueError when the prompt and the new tokens outrun the engine's `max_positions`."""
     prompt = int(position_ids.max()) + 1
     if prompt + new_tokens > max_positions:
         raise ValueError(
-            f"prompt of {prompt} tokens + {new_tokens} new tokens = {prompt + new_tokens}, but the model has "
-            f"{max_positions} positions; shorten the prompt or ask for at most "
-            f"{max(0, max_positions - prompt)} new tokens"
+            f"prompt of {prompt} tokens + {new_tokens} new tokens = {prompt + new_tokens}, but there are "
+            f"{max_positions} positions (the model's, or max_out_tokens if less); shorten the prompt or ask for at "
+            f"most {max(0, max_positions - prompt)} new tokens"
         )
 
 

@@ -66,7 +66,7 @@ def mask_and_positions(
     high = int(position_ids.max())
     if low < 0 or high >= max_positions:
         raise ValueError(
-            f"position {low if low < 0 else high} is not one of the model's {max_positions} positions, "
-            f"0..{max_positions - 1}; shorten the input, or correct position_ids"
+            f"position {low if low < 0 else high} is not one of the {max_positions} positions (the model's, or "
+            f"max_out_tokens if less), 0..{max_positions - 1}; shorten the input, or correct position_ids"
         )
     return mask, position_ids

@@ -6,12 +6,19 @@ and optimiser states are so divided by the number of ranks.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from dejavu_ds.checkpoint import Weights, tie
 from dejavu_ds.fingerprint import fingerprint
+from dejavu_ds.finite import NonFiniteError, raise_everywhere
 from dejavu_ds.injection_policies import policy_for
+
+if TYPE_CHECKING:
+    from dejavu_ds.collectives import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -27,14 +34,16 @@ class ModelFacts:
     fingerprint: dict
 
     @classmethod
-    def of(cls, model: nn.Module) -> "ModelFacts":
+    def of(cls, model: nn.Module, weights: Weights | None = None) -> "ModelFacts":
+        """Of a plain model; `weights` are those of one on the meta device, unread."""
         policy = policy_for(model.config)
         layers = policy.layers(model)
         ffn, hidden_size = policy.parts(layers[0]).fc1.weight.shape
         head_dim = policy.head_dim(model.config)
         units = {"mlp": ffn, "heads": hidden_size // head_dim}
         parameters = sum(p.numel() for p in layers.parameters())
-        return cls(len(layers), hidden_size, units, head_dim, parameters, fingerprint(model))
+        of_model = fingerprint(model, None if weights is None else weights.whole)
+        return cls(len(layers), hidden_size, units, head_dim, parameters, of_model)
 
 
 @dataclass(frozen=True)
@@ -103,16 +112,18 @@ class DenseModel:
         return model if isinstance(model, cls) else cls(model, ModelFacts.of(model))
 
     @classmethod
-    def split(cls, model: nn.Module) -> "DenseModel":
-        """Split a loaded model over all processes of the job by DeepSpeed's tensor parallelism, in its dtype.
+    def split(cls, model: PreTrainedModel, weights: Weights | None = None) -> "DenseModel":
+        """Split a model over all processes of the job by DeepSpeed's tensor parallelism, in its dtype.
 
-        Call on every rank. The model is taken over. Raises ValueError if its heads do not divide by the processes.
+        Call on every rank. The model is taken over: a loaded one, or one from `open_checkpoint` with its weights, of
+        which each rank then reads its part. Raises ValueError if its heads do not divide by the processes, or weights
+        are not finite.
         """
         import deepspeed
 
-        from dejavu_ds.collectives import init_distributed, no_compilation
+        from dejavu_ds.collectives import TensorParallel, init_distributed, no_compilation
 
-        facts = ModelFacts.of(model)
+        facts = ModelFacts.of(model, weights)
         init_distributed()
         ranks = Ranks(deepspeed.comm.get_rank(), deepspeed.comm.get_world_size())
         if facts.units["heads"] % ranks.size:
@@ -122,12 +133,37 @@ class DenseModel:
             )
         if facts.num_layers < ranks.size:
             raise ValueError(f"{facts.num_layers} layers leave some of {ranks.size} processes without any: start fewer")
-        policy = policy_for(model.config)
+        policy, dtype = policy_for(model.config), model.dtype
+        if weights is not None:
+            # As in the engine: what is whole on every rank before DeepSpeed cuts the rest, which is still on meta.
+            weights.fill(model, "", torch.device("cpu"), dtype, leave_out=(policy.layers(model), model.lm_head))
+            tie(model)
         with no_compilation():
             engine = deepspeed.init_inference(
                 model,
                 tensor_parallel={"tp_size": ranks.size},
-                dtype=model.dtype,
+                dtype=dtype,
                 injection_policy={type(policy.layers(model)[0]): policy.row_parallel},
+                keep_module_on_host=weights is not None,
             )
+        if weights is not None:
+            _read_parts(engine.module, weights, dtype, TensorParallel.of(engine.mp_group))
         return cls(engine.module, facts, ranks)
+
+
+def _read_parts(model: PreTrainedModel, weights: Weights, dtype: torch.dtype, tp: "TensorParallel") -> None:
+    """This rank's parts of the blocks and the head, on its device; the rest goes there too. Collective."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    layers, error = policy_for(model.config).layers(model), None
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is layers)
+    try:
+        weights.fill(layers, prefix, device, dtype)
+        if not model.config.tie_word_embeddings:
+            weights.fill(model.lm_head, "lm_head.", device, dtype)
+    except NonFiniteError as found:
+        error = found
+    weights.close()
+    raise_everywhere(error, tp, device)
+    model.to(device)

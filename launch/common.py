@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -14,6 +15,12 @@ from typing import NoReturn
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 QUANTIZE = ("nf4", "fp4")
 _PATIENCE_S = 10
+# Arguments: a process to wait for, a minute at most, and the line to say then.
+_REPEAT = """
+n=0
+while kill -0 "$1" && [ $n -lt 1200 ]; do sleep 0.05; n=$((n + 1)); done 2>/dev/null
+printf '%s\\n' "$2" >&2
+"""
 
 
 def rank() -> int:
@@ -87,8 +94,10 @@ def exit_with_error(program: str, message: str) -> NoReturn:
     """
     if rank():
         time.sleep(_PATIENCE_S)
-    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    line = f"{program}: error: {' '.join(message.split())}"
+    print(line, file=sys.stderr, flush=True)
     if world_size() > 1:
+        repeat_at_the_end(line)
         # Gloo's threads, torn down with the interpreter, now and then abort the process: a second complaint and another
         # exit status. Closing the group, as `leave_job` does, would wait for ranks that are elsewhere.
         sys.stdout.flush()
@@ -114,10 +123,24 @@ def exit_as_rank(program: str, error: Exception) -> NoReturn:
     else:
         message = f"{''.join(traceback.format_exception(error))}{program}: error: {type(error).__name__}: {message}"
     text = message if message.startswith("Traceback") else f"{program}: error: {message}"
-    print(f"{text} [rank {rank()}]", file=sys.stderr, flush=True)
+    text = f"{text} [rank {rank()}]"
+    print(text, file=sys.stderr, flush=True)
+    repeat_at_the_end(text.splitlines()[-1])
     # Not by the interpreter's own end, which waits for communication with ranks that are elsewhere.
     sys.stdout.flush()
     os._exit(1)
+
+
+def repeat_at_the_end(line: str) -> None:
+    """Have a line said once more when the launcher has ended, which says some of its own after it.
+
+    By a shell that is none of this process's children by then, for the launcher ends those.
+    """
+    arguments = ["sh", "-c", _REPEAT, "sh", str(os.getppid()), line]
+    with contextlib.suppress(OSError):
+        subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/", start_new_session=True
+        )
 
 
 def _is_lost_connection(error: Exception) -> bool:
@@ -186,24 +209,32 @@ def leave_job() -> None:
         dist.destroy_process_group()
 
 
-def run_program(parser: Parser, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """What every program does once its arguments are checked: quiet set-up, `run(args)`, a clean end."""
+@contextlib.contextmanager
+def job(program: str) -> Iterator[None]:
+    """What runs inside ends a job of one or several processes in order, as docs/launching.md has it; also in programs
+    of your own: `with job("mine.py"): main()`."""
     try:
-        with quiet_imports():
-            import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
-        quiet_other_ranks()
-        set_cpu_threads()
-        with reported_errors(parser.prog):
-            run(args)
+        with reported_errors(program):
+            yield
         leave_job()
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr, flush=True)
+        print(f"{program}: interrupted", file=sys.stderr, flush=True)
         # As `exit_with_error` does, and as a shell reports a signal.
         (os._exit if world_size() > 1 else sys.exit)(130)
     except Exception as error:
         if world_size() == 1:
             raise
-        exit_as_rank(parser.prog, error)
+        exit_as_rank(program, error)
+
+
+def run_program(parser: Parser, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """What every program does once its arguments are checked: quiet set-up, `run(args)`, a clean end."""
+    with job(parser.prog):
+        with quiet_imports():
+            import dejavu_ds.engine  # noqa: F401  (slow to import: after the arguments have been checked)
+        quiet_other_ranks()
+        set_cpu_threads()
+        run(args)
 
 
 def torch_dtype(name: str):

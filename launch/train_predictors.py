@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from dejavu_ds.checkpoint import bundled_model, load_model
+from dejavu_ds.checkpoint import bundled_model, load_model, open_checkpoint
 from dejavu_ds.criteria import CRITERIA, HEAD_LOSSES, MLP_WEIGHTS
 from dejavu_ds.launch.common import (
     Parser,
@@ -88,8 +88,10 @@ def _load(args) -> DenseModel:
     """The model, over all processes that the launcher started."""
     device = _device(args.device)
     # CPUs compute quicker in fp32.
-    model = load_model(args.model, torch.float32 if device.type == "cpu" else torch.float16)
-    return DenseModel.of(model.to(device)) if world_size() == 1 else DenseModel.split(model)
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    if world_size() > 1:
+        return DenseModel.split(*open_checkpoint(args.model, dtype))
+    return DenseModel.of(load_model(args.model, dtype).to(device))
 
 
 def _promise(dense: DenseModel, predictors: PredictorSet, tokenizer, documents, config, increase: float) -> None:

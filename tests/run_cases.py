@@ -61,6 +61,26 @@ def agreement(engine, **options) -> bool:
     return low == high and torch.equal(engine.tp.broadcast(tokens.clone()), tokens)
 
 
+def broken_layer(engine) -> list[list[str]]:
+    """What each rank says of NaN that begins in rank 1's part of layer 2, at the fifth run of the layer: by the loop on
+    the device and by that on the host."""
+    from test_finite import break_layer
+
+    said = []
+    for options in ({}, {"repetition_penalty": 1.2}):
+        mlp = engine.blocks[2].mlp
+        if engine.tp.rank == 1:
+            break_layer(engine, 2, float("nan"), 4)
+        said.append(
+            refusal(lambda options=options: engine.generate(prompt().to(engine.device), **{**GREEDY, **options}))
+        )
+        for name in ("prefill", "decode"):
+            vars(mlp).pop(name, None)
+    ranks: list = [None, None]
+    torch.distributed.all_gather_object(ranks, said)
+    return ranks
+
+
 def main() -> None:
     """All of it; rank 0 saves."""
     torch.set_num_threads(1)
@@ -85,6 +105,7 @@ def main() -> None:
             "several": {"num_return_sequences": 3},
         }.items()
     }
+    results["broken"] = broken_layer(dejavu_ds.init_inference(bundled_model(), dtype=torch.float32, **TP))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     mine = (engine.tp.rank, int(os.environ["LOCAL_RANK"]), visible, str(engine.device))
     ranks = [None, None]

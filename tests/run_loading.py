@@ -1,6 +1,8 @@
 """Run under the launcher by test_loading_tp.py: checkpoints of every form over the ranks, and what loading takes.
 
-deepspeed --num_gpus N tests/run_loading.py FOLDER    FOLDER/small/*, FOLDER/uneven and FOLDER/large are checkpoints
+deepspeed --num_gpus N tests/run_loading.py FOLDER
+
+FOLDER/small/*, FOLDER/uneven and FOLDER/broken are checkpoints, or else FOLDER/large is one.
 """
 
 import gc
@@ -13,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import dejavu_ds
 from dejavu_ds import SparsityConfig
-from dejavu_ds.checkpoint import return_freed_memory
+from dejavu_ds.checkpoint import open_checkpoint, return_freed_memory
+from dejavu_ds.finite import NonFiniteError
 from dejavu_ds.launch.common import leave_job, rank, world_size
+from dejavu_ds.sharded import DenseModel
 
 SIZES = {"hidden_size": 64, "ffn_dim": 77, "num_attention_heads": 4}
 POST_NORM = {"do_layer_norm_before": False, "word_embed_proj_dim": 24}
@@ -77,20 +81,35 @@ def _by_rank(engine) -> list[torch.Tensor]:
     return [torch.tensor([here * (r == rank())], device=engine.device) for r in range(world_size())]
 
 
+def refusals(folder: Path) -> list[str]:
+    """What each rank says of a checkpoint in which one rank's part is not finite."""
+    said: list = [None] * world_size()
+    try:
+        dejavu_ds.init_inference(folder, **SHARED)
+    except NonFiniteError as error:
+        torch.distributed.all_gather_object(said, str(error))
+    return said
+
+
 def memory(folder: Path) -> dict:
-    """Bytes: before loading, at the peak since, of what the engine holds, and after it is gone."""
+    """Bytes: before loading, at the peak since, of what the model holds, and after it is gone."""
     results = {}
-    for quantize in (None, "nf4"):
+    ways = {
+        "None": lambda: dejavu_ds.init_inference(folder, **SHARED).module,
+        "nf4": lambda: dejavu_ds.init_inference(folder, quantize="nf4", **SHARED).module,
+        "training": lambda: DenseModel.split(*open_checkpoint(folder, torch.float32)).model,
+    }
+    for name, load in ways.items():
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        engine = dejavu_ds.init_inference(folder, quantize=quantize, **SHARED)
+        model = load()
         peak = _status("VmHWM")
-        tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(engine.module)}
+        tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
         held = sum(tensors.values())
-        del engine, tensors
+        del model, tensors
         gc.collect()
         return_freed_memory()
-        results[str(quantize)] = {"before": before, "peak": peak, "held": held, "after": _status("VmRSS")}
+        results[name] = {"before": before, "peak": peak, "held": held, "after": _status("VmRSS")}
     return results
 
 
@@ -105,15 +124,18 @@ def _status(field: str) -> int:
 
 
 def main() -> None:
-    """All of it; every rank saves its memory, rank 0 the rest."""
+    """What the folder is for; every rank saves its memory, rank 0 the rest."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[-1])
+    if (folder / "large").exists():
+        (folder / f"memory{rank()}.json").write_text(json.dumps(memory(folder / "large")))
+        leave_job()
+        return
     results = {"small": small(folder / "small"), "parts": same_parts(folder / "uneven")}
     results["sparse"] = sparse(folder / "small" / "350m, bin", world_size())
+    results["refusals"] = refusals(folder / "broken")
     if rank() == 0:
         torch.save(results, folder / "results.pt")
-    figures = memory(folder / "large") if (folder / "large").exists() else {}
-    (folder / f"memory{rank()}.json").write_text(json.dumps(figures))
     leave_job()
 
 

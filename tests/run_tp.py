@@ -77,8 +77,15 @@ def uneven(tp_size: int) -> dict:
     sparse = dejavu_ds.init_inference(
         tiny_opt(**sizes), predictors=predictors, sparsity=SparsityConfig(0.3, 0.3, recovery_window=5), **shared
     )
+    finer = dejavu_ds.init_inference(
+        tiny_opt(**sizes), dtype=torch.float32, tensor_parallel={"tp_size": tp_size, "tp_grain_size": 1}
+    )
+    finer_neurons = torch.zeros_like(neurons)
+    finer_neurons[finer.tp.rank] = finer.blocks[0].mlp.neurons
     return {
         "neurons": engine.tp.all_reduce(neurons).tolist(),
+        "finer neurons": finer.tp.all_reduce(finer_neurons).tolist(),
+        "finer error": (finer(ids.to(finer.device)).logits.cpu() - want).abs().max().item(),
         "error": (engine(ids.to(engine.device)).logits.cpu() - want).abs().max().item(),
         "same_tokens": torch.equal(
             engine.generate(ids.to(engine.device), max_new_tokens=12, do_sample=False).cpu(), tokens

@@ -1,14 +1,18 @@
 """Run under the launcher by test_train_tp.py: training over any number of processes, the set to a folder.
 
 deepspeed --num_gpus N tests/run_train_tp.py FOLDER [STOP]    STOP: be killed after so many passes over text
+
+The model is read from the checkpoint FOLDER/model, each rank its part; without one it is made and then split.
 """
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 from training import QUICK, WordTokenizer, tiny_model, token_rows
 
+from dejavu_ds.checkpoint import open_checkpoint
 from dejavu_ds.collect import Collector
 from dejavu_ds.launch.common import leave_job
 from dejavu_ds.sharded import DenseModel
@@ -38,7 +42,9 @@ def main() -> None:
     config = TrainConfig(**{**QUICK, "epochs": 2, "criterion": "contribution"})
     if len(arguments) > 1:
         stop_after(int(arguments[1]))
-    dense = DenseModel.split(tiny_model())
+    checkpoint = Path(arguments[0]) / "model"
+    parts = open_checkpoint(checkpoint, torch.float32) if checkpoint.exists() else (tiny_model(),)
+    dense = DenseModel.split(*parts)
     try:
         predictors = train_predictors(dense, WordTokenizer(), token_rows()[:40], config, "rows", arguments[0], 0)
     except Stopped:

@@ -291,6 +291,13 @@ def test_case_10_ranks_agree_on_drawn_tokens(two_ranks):
     assert two_ranks["agree"] == dict.fromkeys(("on the device", "on the host", "by the clock", "several"), True)
 
 
+def test_ranks_agree_on_the_layer_that_gave_nan(two_ranks):
+    """It begins in what one rank computes; both name the layer, and the token."""
+    first, second = two_ranks["broken"]
+    assert first == second and len(first) == 2
+    assert all(text.startswith("layer 2 gave NaN or infinity for the token at position 12") for text in first), first
+
+
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_case_11_bf16_everywhere(sparse, quantize, tokenizer, device):

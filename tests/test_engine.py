@@ -7,12 +7,13 @@ import shutil
 import deepspeed
 import pytest
 import torch
+from deepspeed.inference.config import DeepSpeedInferenceConfig
 from models import FixedSelector, bundled, tiny_opt
 from test_lookahead import random_predictors
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dejavu_ds
-from dejavu_ds import PredictorSet, SparsityConfig
+from dejavu_ds import PredictorSet, SparsityConfig, checks
 from dejavu_ds.checkpoint import bundled_model
 from dejavu_ds.taps import Tap
 
@@ -87,6 +88,19 @@ def test_a_refusal_leaves_the_callers_model_alone():
         ({"checkpoint": "model.json"}, "checkpoint"),
         ({"triangular_masking": False}, "triangular_masking=False would have no effect"),
         ({"ep_size": 4}, "ep_size=4 would have no effect"),
+        ({"tm": False}, "tm=False would have no effect"),
+        ({"min_tokens": 5}, "min_tokens=5 would have no effect"),
+        ({"replace_method": "none"}, "replace_method='none' would have no effect"),
+        ({"args": {"a": 1}}, "args=.* would have no effect"),
+        ({"expert_group": 1}, "expert_group=1 would have no effect"),
+        ({"injection_dict": {torch.nn.Linear: ("x",)}}, "injection_dict cannot be given"),
+        ({"mpu": object()}, "mpu cannot be given"),
+        ({"tensor_parallel": {"tp_size": 1, "tp_group": 3}}, "tp_group cannot be given"),
+        ({"tensor_parallel": {"mpu": object()}}, "mpu cannot be given"),
+        ({"tensor_parallel": {"tp_size": 2, "enabled": False}}, "not enabled, but its tp_size is 2"),
+        ({"tensor_parallel": {"tp_size": 1}, "tp": {"tp_size": 2}}, "tp is given twice"),
+        ({"dtype": "auto"}, "dtype='auto' would give DeepSpeed's default"),
+        ({"max_out_tokens": 0}, "max_out_tokens"),
         ({"dtype": torch.int8}, "int8"),
         ({"dtype": torch.float64}, "float64"),
         ({"config": {"dtype": "fp32"}, "dtype": "fp16"}, "once"),
@@ -100,6 +114,48 @@ def test_a_refusal_leaves_the_callers_model_alone():
 def test_refused_keywords(kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         dejavu_ds.init_inference(tiny_opt(), **kwargs)
+
+
+def test_every_keyword_of_deepspeeds_is_heeded_or_refused():
+    """A field that a later version brings must be looked at: none may be taken and then ignored."""
+    heeded = {
+        "dtype",
+        "enable_cuda_graph",
+        "keep_module_on_host",
+        "max_out_tokens",
+        "mp_size",
+        "tensor_parallel",
+    }
+    assert DeepSpeedInferenceConfig.model_fields.keys() == heeded | checks._OURS.keys() | checks._WITHOUT_EFFECT
+    # At their defaults they are taken, under either name.
+    dejavu_ds.init_inference(tiny_opt(), replace_method="auto", tm=True, min_tokens=1, kernel_inject=False)
+
+
+def test_a_module_kept_on_the_host(device):
+    engine = dejavu_ds.init_inference(
+        tiny_opt(), dtype=torch.float32, keep_module_on_host=True, enable_cuda_graph=False
+    )
+    ids = torch.arange(3, 10)[None]
+    with torch.no_grad():
+        want = tiny_opt()(ids).logits
+    assert engine.device.type == "cpu"
+    torch.testing.assert_close(engine(ids).logits, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["max_out_tokens", "max_tokens"])
+def test_max_out_tokens_bounds_a_sequence(name, device):
+    """Prompt and continuation together, as DeepSpeed defines it; its default of 1024 is nobody's wish."""
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32, **{name: 12})
+    ids, options = torch.arange(3, 10, device=device)[None], {"do_sample": False, "eos_token_id": None}
+    want = tiny_opt().to(device).generate(ids, max_new_tokens=5, **options)
+    assert engine.max_positions == 12 and torch.equal(engine.generate(ids, max_new_tokens=5, **options), want)
+    with pytest.raises(ValueError, match=r"7 tokens \+ 6 new tokens = 13, but there are 12 positions .*max_out_tokens"):
+        engine.generate(ids, max_new_tokens=6, **options)
+    with pytest.raises(ValueError, match=r"position 12 .*12 positions .*max_out_tokens"):
+        engine(torch.full((1, 13), 5, device=device))
+    assert dejavu_ds.init_inference(tiny_opt(), **{name: 5000}).max_positions == 400
+    long = tiny_opt(max_position_embeddings=1100)
+    assert dejavu_ds.init_inference(long).max_positions == 1100
 
 
 def test_selectors_out_of_place(device):

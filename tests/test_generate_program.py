@@ -234,8 +234,8 @@ def test_help_says_what_density_and_threshold_are(capsys):
         (["--model", "./nowhere", "--dense"], "no model at './nowhere'"),
         (["--predictors", "./nowhere"], "no folder ./nowhere"),
         (["--lookahead", "full"], "trained with lookahead 'half', 'full' was asked for"),
-        (["--max-new-tokens", "2000"], "but the model has 1024 positions"),
-        (["--prompt", "word " * 2000], "but the model has 1024 positions"),
+        (["--max-new-tokens", "2000"], "but there are 1024 positions"),
+        (["--prompt", "word " * 2000], "but there are 1024 positions"),
     ],
 )
 def test_bad_arguments(argv, said, refused):
@@ -306,13 +306,13 @@ def test_numbers_that_are_none(refused):
 # ---- processes
 
 
-def launch(*argv: str, text: str = "") -> subprocess.CompletedProcess:
+def launch(*argv: str, text: str = "", ranks: int = 2) -> subprocess.CompletedProcess:
     """`deepspeed --num_gpus 2 launch/generate.py` with these arguments."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    command = [deepspeed, "--num_gpus", "2", "--master_port", str(port), "launch/generate.py", *FP32, *argv]
+    command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(port), "launch/generate.py", *FP32, *argv]
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=180)
 
 
@@ -333,17 +333,35 @@ def test_two_processes_print_once_what_one_does(program):
     assert sum("tokens/s" in line for line in ours) == 1
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_case_09_four_and_eight_processes_give_the_text_of_one(ranks, program):
+    """The bundled model's 8 heads over as many ranks, of which a step keeps fewer than there are."""
+    if 0 < torch.cuda.device_count() < ranks:
+        pytest.skip("the launcher wants a GPU for each process")
+    argv = ["--prompt", PROMPTS[6], "--max-new-tokens", "12", "--head-density", "0.1"]
+    alone, _ = program(*argv)
+    run = launch(*argv, "--json", ranks=ranks)
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(complaints(run.stdout)[-1])
+    assert figures["tp"] == ranks and alone["head_density"] < 4 / 8
+    for key in ("prompt", "text", "new_tokens"):
+        assert figures[key] == alone[key]
+    for key in ("mlp_density", "head_density"):
+        assert figures[key] == pytest.approx(alone[key], rel=1e-3)
+
+
 @two_processes
 @pytest.mark.parametrize(
     ("argv", "said"),
     [(("--prompt", "-"), "the prompt is empty"), (("--predictors", "./nowhere"), "no folder ./nowhere")],
 )
-def test_two_processes_complain_once(argv, said):
+def test_one_of_two_processes_complains(argv, said):
+    """At once, and again after the launcher has said what it ends."""
     run = launch(*argv)
     assert run.returncode != 0
     assert complaints(run.stdout) == []
     lines = complaints(run.stderr)
-    assert len(lines) == 1, lines
+    assert len(lines) == 2 and lines[0] == lines[1], lines
     assert lines[0].startswith("generate.py: error: ") and said in lines[0]
 
 

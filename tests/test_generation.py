@@ -23,9 +23,13 @@ import dejavu_ds
 from dejavu_ds.checkpoint import bundled_model
 
 
-@pytest.fixture
-def pair(device):
-    return tiny_opt().to(device), dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+@pytest.fixture(
+    params=[True, False] if torch.cuda.is_available() else [False], ids=lambda g: "graphs" if g else "eager"
+)
+def pair(device, request):
+    """(Hugging Face's model, an engine of the same): with and without CUDA graphs where there is a GPU."""
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32, enable_cuda_graph=request.param)
+    return tiny_opt().to(device), engine
 
 
 def prompt(B=2, S=7, device="cpu"):
@@ -368,6 +372,7 @@ def test_sparse_selection_follows_the_loop(device):
         ({"prompt_lookup_num_tokens": 2}, "assisted"),
         ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)}, "assisted"),
         pytest.param({"assistant_model": tiny_opt()}, "assisted", id="assistant_model"),
+        ({"assistant_early_exit": 2}, "assisted"),
         ({"penalty_alpha": 0.5, "top_k": 4}, "contrastive_search"),
         ({"dola_layers": "high"}, "dola_generation"),
         ({"num_beams": 2, "force_words_ids": [[5]]}, "num_beams=2"),

@@ -125,7 +125,7 @@ def test_a_text_that_fills_the_model(reference, monkeypatch, capsys):
     # 6 + 10 tokens of the first turn and 5 + 10 of the second leave no room for a third.
     turns = hf_turns((model, tokenizer), [LINES[0], LINES[1]], 10)
     assert out == "\n".join([*turns, *hf_turns((model, tokenizer), lines[3:], 10)]) + "\n"
-    assert err.count("but the model has 40 positions") == 1 and err.count("is forgotten") == 1
+    assert err.count("but there are 40 positions") == 1 and err.count("is forgotten") == 1
 
 
 def test_a_turn_that_fails_leaves_the_text(reference):

@@ -85,23 +85,29 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype) -> Config:
 
 
 def _packed_config(kernel: str, block_b: int, dot: bool, D: int) -> Config:
-    """Threads hold words of 16 elements; tensor cores take a block, of 64 elements or 128, at a time."""
+    """Threads hold words of 16 elements; tensor cores take a block, of 64 elements or 128, at a time.
+
+    Without them every program has a table of 32 KB, so programs are as many as an H200's 132 multiprocessors hold.
+    """
     if kernel in WHOLE_ROWS:
         if dot:
             return Config(block_b, 16, 64, True, stages=3, programs=1024)
-        # A word a thread and row, in full warps where D allows it.
-        block_d = row_block(D, 2048)
-        return Config(block_b, 2 if block_b <= 2 else 1, block_d, False, 1, _warps(block_d), 4096, True)
+        block_d = _row_tile(D, max(3, 8 // block_b))
+        return Config(block_b, 1, block_d, False, 1, max(1, block_d // (32 * 16)), 528 // block_b, True)
     if dot:
         return Config(block_b, 64, 64, True, stages=3)
     # Short strips, for more programs; a step is 4 rows a thread for one token, so that registers hold all sums.
     block_d, warps = row_block(D, 256), 8
     rows = 32 * warps * 16 // block_d
-    return Config(block_b, max(1, 4 // block_b) * rows, block_d, False, 1, warps, 528)
+    return Config(block_b, max(1, 4 // block_b) * rows, block_d, False, 1, warps, 396)
 
 
-def _warps(block_d: int) -> int:
-    return max(1, min(8, block_d // (32 * 16)))
+def _row_tile(D: int, most: int) -> int:
+    """Elements that a program loads of a row at once, in full warps; of x a thread's registers hold `most` words."""
+    tiles = [d for d in (512, 1024, 2048, 4096, 8192) if d < 2 * D and triton.cdiv(D, d) <= most]
+    if not tiles:
+        return row_block(D, 512) if D < 512 else 8192
+    return min(tiles, key=lambda d: (triton.cdiv(D, d) * d, abs(d - 2048)))
 
 
 def rows_at_once(config: Config, dtype: torch.dtype) -> int:

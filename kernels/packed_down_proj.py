@@ -22,14 +22,17 @@ from dejavu_ds.kernels.nibbles import (
     WORD,
     add_word,
     add_word_half,
+    byte_table,
     decode,
     decode_bytes,
-    load_table,
+    fill_table,
     lookup_of,
     offset_of,
     scales,
     split_pairs,
+    word_table,
 )
+from dejavu_ds.kernels.packed_products import join_all
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
 
@@ -57,7 +60,7 @@ def packed_down_proj_ref(
 
 @triton.jit
 def _ask(
-    h_ptr, idx_ptr, place, rows, first_b, B, stride_h_b,
+    h_ptr, idx_ptr, place, end, first_b, B, stride_h_b,
     GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ROWS: tl.constexpr,
@@ -65,15 +68,28 @@ def _ask(
 ):  # fmt: skip
     """Units and h of STEPS times ROWS places, from `place` [threads] on: two tuples, h of all tokens of a step."""
     units, h = (), ()
+    # Pointers first, and what is the same for all threads last: addresses of neighbouring steps differ by a constant.
     for u in tl.static_range(STEPS):
         at = place + u * ROWS
-        units = units + (tl.load(idx_ptr + at // GROUP, mask=at < rows, other=0),)
+        idx_ptrs = idx_ptr + place + u * ROWS if GROUP == 1 else idx_ptr + at // GROUP
+        units = units + (tl.load(idx_ptrs, mask=at < end, other=0),)
         for b in tl.static_range(BLOCK_B):
-            end = rows
+            end_b = end
             if b > 0:
-                end = tl.where(first_b + b < B, rows, 0)
-            h = h + (tl.load(h_ptr + (first_b + b) * stride_h_b + at, mask=at < end, other=0.0),)
+                end_b = tl.where(first_b + b < B, end, 0)
+            h_ptrs = h_ptr + (first_b + b) * stride_h_b + place + u * ROWS
+            h = h + (tl.load(h_ptrs, mask=at < end_b, other=0.0),)
     return units, h
+
+
+@triton.jit
+def _cut(h, place, rows, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr):
+    """h from `_ask`, zero from place `rows` on."""
+    out = ()
+    for u in tl.static_range(STEPS):
+        for b in tl.static_range(BLOCK_B):
+            out = out + (tl.where(place + u * ROWS < rows, h[u * BLOCK_B + b], 0.0),)
+    return out
 
 
 @triton.jit
@@ -101,11 +117,12 @@ def _weights(
             mask = mask & wanted
         if D % BLOCK_D != 0:
             mask = mask & (word < WORDS)
-        row = units[u] * GROUP + at % GROUP
+        # In 64 bits: one multiply-add to a pointer.
+        row = units[u].to(tl.int64) * GROUP + at % GROUP
         # Weights pass through the L1 cache.
-        q = q + (tl.load(w_ptr + row * WORDS + word, mask=mask, other=0, eviction_policy="evict_first"),)
-        flat = row * (D // BLOCKSIZE) + word // (BLOCKSIZE // _WORD)
-        absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask),)
+        q = q + (tl.load(w_ptr + word + row * WORDS, mask=mask, other=0, eviction_policy="evict_first"),)
+        column, first = word // (BLOCKSIZE // _WORD), row * (D // BLOCKSIZE)
+        absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask),)
     return q, absmax
 
 
@@ -116,7 +133,7 @@ def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, A
         new = ()
         if BLOCK_B == 1 and ASM != "":
             # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
-            new = add_word(acc, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
+            new = add_word(acc, q[u], h[u].to(tl.float32) * absmax[u], table)
         else:
             w = decode(q[u], table, ASM)
             for b in tl.static_range(BLOCK_B):
@@ -128,13 +145,13 @@ def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, A
 
 
 @triton.jit
-def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, ASM: tl.constexpr):
+def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr):
     """The same for one token, added up over the steps in half precision."""
     sums = ()
     for _ in tl.static_range(_WORD // 2):
         sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
     for u in tl.static_range(STEPS):
-        sums = add_word_half(sums, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
+        sums = add_word_half(sums, q[u], h[u].to(tl.float32) * absmax[u], table)
     out = ()
     for i in tl.static_range(_WORD // 2):
         low, high = split_pairs(sums[i])
@@ -143,22 +160,9 @@ def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _join(parts, first: tl.constexpr):
-    """16 tensors [n] of a tuple, from the first on, as [n, 16]."""
-    a = ()
-    for i in tl.static_range(8):
-        a = a + (tl.join(parts[first + i], parts[first + i + 8]),)
-    b = ()
-    for i in tl.static_range(4):
-        b = b + (tl.join(a[i], a[i + 4]),)
-    c = tl.join(tl.join(b[0], b[2]), tl.join(b[1], b[3]))  # [n, 2, 2, 2, 2], the highest bit of the place first
-    return tl.reshape(c, (c.shape[0], 16))
-
-
-@triton.jit
 def _sum_of_rows(
-    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows, first_b, B,
-    strip, stride_h_b,
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr, idx_ptr, count_ptr,
+    first_b, B, strip, stride_h_b,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -170,48 +174,57 @@ def _sum_of_rows(
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of the places first .. rows - 1.
+    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of this share's blocks of BLOCK_N places.
 
     A thread owns one word of the strip and walks every ROWS-th row, so all tensors have one dimension and one layout,
     and sums stay within a thread. While some rows are added up the next ones are on their way, and what says where
-    those after lie.
+    those after lie. Where the first blocks of a share lie does not hang on the count, so that they are asked for at the
+    same time as it.
     """
     WORDS: tl.constexpr = BLOCK_D // _WORD
     STEPS: tl.constexpr = BLOCK_N // ROWS
     thread = tl.arange(0, ROWS * WORDS)
     word = strip * WORDS + thread % WORDS
+    table = word_table(table_ptr, thread, ASM)
+    first, step = tl.program_id(1) * BLOCK_N, tl.num_programs(1) * BLOCK_N
     place = first + thread // WORDS
-    table = load_table(table_ptr, thread, ASM)
+    units, h = _ask(h_ptr, idx_ptr, place, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS)
+    next_units, next_h = _ask(
+        h_ptr, idx_ptr, place + step, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
+    )
+    rows = tl.load(count_ptr) * GROUP
+    offset = offset_of(absmax_offset_ptr)
+    h = _cut(h, place, rows, BLOCK_B, ROWS, STEPS)
+    next_h = _cut(next_h, place + step, rows, BLOCK_B, ROWS, STEPS)
     acc = ()
     for _ in tl.static_range(BLOCK_B * _WORD):
         acc = acc + (tl.zeros((ROWS * WORDS,), dtype=tl.float32),)
-    units, h = _ask(h_ptr, idx_ptr, place, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS)
-    next_units, next_h = _ask(
-        h_ptr, idx_ptr, place + BLOCK_N, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
-    )
     q, absmax = _weights(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
         D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
     )  # fmt: skip
-    for _ in range(first, rows, BLOCK_N):
-        place += BLOCK_N
+    for _ in range(first, rows, step):
+        place += step
         next_q, next_absmax = _weights(
             w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
             D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
         )  # fmt: skip
         after_units, after_h = _ask(
-            h_ptr, idx_ptr, place + BLOCK_N, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
+            h_ptr, idx_ptr, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
         )
         if HALF:
-            acc = _add_half(acc, q, absmax, h, table, STEPS, ASM)
+            acc = _add_half(acc, q, absmax, h, table, STEPS)
         else:
             acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, ASM)
         q, absmax, h = next_q, next_absmax, next_h
         next_units, next_h = after_units, after_h
     y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
     for b in tl.static_range(BLOCK_B):
+        parts = ()
+        for i in tl.static_range(_WORD):
+            parts = parts + (acc[b * _WORD + i],)
         # [threads, 16] is [ROWS, BLOCK_D]
-        total = tl.sum(tl.reshape(_join(acc, b * _WORD), (ROWS, BLOCK_D)), axis=0)
+        total = tl.sum(tl.reshape(join_all(parts, 16), (ROWS, BLOCK_D)), axis=0)
         y = tl.where((tl.arange(0, BLOCK_B) == b)[:, None], total[None, :], y)
     return y
 
@@ -234,7 +247,7 @@ def _dot_of_rows(
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     w_ptr = w_ptr.to(tl.pointer_type(tl.uint8))
     offs_p = strip * BYTES + tl.arange(0, BYTES)
-    table = load_table(table_ptr, tl.arange(0, BYTES)[None, :], ASM)
+    table = byte_table(table_ptr, tl.arange(0, BYTES)[None, :], ASM)
     even = tl.zeros((BLOCK_B, BYTES), dtype=tl.float32)
     odd = tl.zeros((BLOCK_B, BYTES), dtype=tl.float32)
     offs_b = first_b + tl.arange(0, BLOCK_B)
@@ -246,8 +259,9 @@ def _dot_of_rows(
         row = unit * GROUP + offs_n % GROUP
         h = tl.load(h_ptrs + offs_n[None, :], mask=(offs_b < B)[:, None] & mask_n[None, :], other=0.0)
         p = tl.load(w_ptr + row[:, None] * (D // 2) + offs_p[None, :], mask=mask_n[:, None], other=0)
-        flat = row * (D // BLOCKSIZE) + strip * BLOCK_D // BLOCKSIZE
-        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask_n)
+        column = strip * BLOCK_D // BLOCKSIZE
+        first_s = row * (D // BLOCKSIZE)
+        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first_s, mask_n)
         high, low = decode_bytes(p, table, tl.float32, ASM)
         even = dot(h, (high * absmax[:, None]).to(dtype), even)
         odd = dot(h, (low * absmax[:, None]).to(dtype), odd)
@@ -271,29 +285,30 @@ def _packed_down_proj_kernel(
     DOT: tl.constexpr,
     HALF: tl.constexpr,
     STAGES: tl.constexpr,
-    WORDS: tl.constexpr,
-    BYTES: tl.constexpr,
+    ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
-    rows = tl.load(count_ptr) * GROUP
-    offset = offset_of(absmax_offset_ptr)
-    share = tl.cdiv(rows, tl.num_programs(1))
-    first = tl.program_id(1) * share
-    rows = tl.minimum(first + share, rows)
     strip = tl.program_id(0)
     first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
+    if not DOT:
+        fill_table(table_ptr, ASM)
+    await_inputs(EARLY)
     if DOT:
+        rows = tl.load(count_ptr) * GROUP
+        offset = offset_of(absmax_offset_ptr)
+        share = tl.cdiv(rows, tl.num_programs(1))
+        first = tl.program_id(1) * share
+        rows = tl.minimum(first + share, rows)
         y = _dot_of_rows(
             h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
             first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES, BYTES,
+            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES, ASM,
         )  # fmt: skip
     else:
         y = _sum_of_rows(
-            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
-            first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, HALF, WORDS,
+            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr, idx_ptr,
+            count_ptr, first_b, B, strip, stride_h_b,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, HALF, ASM,
         )  # fmt: skip
     offs_b = first_b + tl.arange(0, BLOCK_B)
     offs_d = strip * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -324,8 +339,7 @@ def packed_down_proj(
     check_down(h, w, idx, count, group, out)
     B, D = h.shape[0], w.shape[1]
     c = config or config_for("packed_down_proj" if group == 1 else "packed_out_proj", B, D, h.dtype)
-    lookup = lookup_of(w, h.dtype)
-    half = c.half and c.block_b == 1 and lookup.pairs != "" and h.dtype == torch.float16
+    lookup = lookup_of(w, h.dtype, c.dot)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out[None]
     _packed_down_proj_kernel[(strips, len(y), tiles)](
@@ -340,10 +354,9 @@ def packed_down_proj(
         ROWS=min(c.block_n, packed_rows_at_once(c)),
         BLOCK_D=c.block_d,
         DOT=c.dot,
-        HALF=half,
+        HALF=c.half and c.block_b == 1 and lookup.asm != "" and h.dtype == torch.float16,
         STAGES=c.stages,
-        WORDS=lookup.add_half if half else lookup.add if c.block_b == 1 else lookup.pairs,
-        BYTES=lookup.bytes,
+        ASM=lookup.asm,
         num_warps=c.warps,
         **launch_options(),
     )  # fmt: skip

@@ -28,6 +28,7 @@ class Config(NamedTuple):
     programs  gather_up_proj and gather_qkv, whose programs take whole rows: at most so many along the rows.
               gather_down_proj, whose programs take strips of block_d columns: as many shares of the rows as this allows
     half      of 4-bit rows, for activations in fp16: products and short sums in half precision
+    wide      packed_down_proj and packed_out_proj: words of a row that a thread adds up, 1 or 2
     """
 
     block_b: int
@@ -38,6 +39,7 @@ class Config(NamedTuple):
     warps: int = 4
     programs: int = 528
     half: bool = False
+    wide: int = 1
 
 
 WHOLE_ROWS = ("gather_up_proj", "gather_qkv", "packed_up_proj", "packed_qkv")
@@ -96,10 +98,11 @@ def _packed_config(kernel: str, block_b: int, dot: bool, D: int) -> Config:
         return Config(block_b, 1, block_d, False, 1, max(1, block_d // (32 * 16)), 528 // block_b, True)
     if dot:
         return Config(block_b, 64, 64, True, stages=3)
-    # Short strips, for more programs; a step is 4 rows a thread for one token, so that registers hold all sums.
-    block_d, warps = row_block(D, 256), 8
-    rows = 32 * warps * 16 // block_d
-    return Config(block_b, max(1, 4 // block_b) * rows, block_d, False, 1, warps, 396)
+    # Short strips, for more programs; a step is 4 words a thread for one token, so that registers hold all sums. Two
+    # words of a row share what is asked about it; with more tokens their sums would not fit.
+    block_d, warps, wide = row_block(D, 256), 8, 2 if block_b == 1 else 1
+    rows = 32 * warps * 16 * wide // block_d
+    return Config(block_b, max(1, 4 // (block_b * wide)) * rows, block_d, False, 1, warps, 396, wide=wide)
 
 
 def _row_tile(D: int, most: int) -> int:
@@ -116,5 +119,5 @@ def rows_at_once(config: Config, dtype: torch.dtype) -> int:
 
 
 def packed_rows_at_once(config: Config) -> int:
-    """The same of packed rows, of which a thread loads 8 bytes, 16 elements."""
-    return max(1, 32 * config.warps * 16 // config.block_d)
+    """The same of packed rows, of which a thread loads `wide` times 8 bytes, 16 elements."""
+    return max(1, 32 * config.warps * 16 * config.wide // config.block_d)

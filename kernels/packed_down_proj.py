@@ -103,9 +103,11 @@ def _weights(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A word and its scale at each of these places, as far as some token wants them: two tuples."""
+    """WIDE words and scales at each of these places, as far as some token wants them: two tuples."""
     WORDS: tl.constexpr = D // _WORD
+    APART: tl.constexpr = BLOCK_D // (16 * WIDE)
     q, absmax = (), ()
     for u in tl.static_range(STEPS):
         at = place + u * ROWS
@@ -115,47 +117,59 @@ def _weights(
             for b in tl.static_range(1, BLOCK_B):
                 wanted |= h[u * BLOCK_B + b] != 0.0
             mask = mask & wanted
-        if D % BLOCK_D != 0:
-            mask = mask & (word < WORDS)
         # In 64 bits: one multiply-add to a pointer.
         row = units[u].to(tl.int64) * GROUP + at % GROUP
-        # Weights pass through the L1 cache.
-        q = q + (tl.load(w_ptr + word + row * WORDS, mask=mask, other=0, eviction_policy="evict_first"),)
-        column, first = word // (BLOCKSIZE // _WORD), row * (D // BLOCKSIZE)
-        absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask),)
+        for c in tl.static_range(WIDE):
+            mask_c = mask
+            if D % BLOCK_D != 0:
+                mask_c = mask & (word + c * APART < WORDS)
+            # Weights pass through the L1 cache.
+            w_ptrs = w_ptr + word + row * WORDS + c * APART
+            q = q + (tl.load(w_ptrs, mask=mask_c, other=0, eviction_policy="evict_first"),)
+            column, first = (word + c * APART) // (BLOCKSIZE // _WORD), row * (D // BLOCKSIZE)
+            scale = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask_c)
+            absmax = absmax + (scale,)
     return q, absmax
 
 
 @triton.jit
-def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr):
-    """acc, 16 tensors a token, and h * absmax * the elements of q."""
+def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr):
+    """acc, 16 tensors for each word of a thread and each token, and h * absmax * the elements of q."""
     for u in tl.static_range(STEPS):
         new = ()
-        if BLOCK_B == 1 and ASM != "":
-            # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
-            new = add_word(acc, q[u], h[u].to(tl.float32) * absmax[u], table)
-        else:
-            w = decode(q[u], table, ASM)
-            for b in tl.static_range(BLOCK_B):
-                s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u]
+        for c in tl.static_range(WIDE):
+            if BLOCK_B == 1 and ASM != "":
+                # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
+                sums = ()
                 for i in tl.static_range(_WORD):
-                    new = new + (acc[b * _WORD + i] + s * w[i],)
+                    sums = sums + (acc[c * _WORD + i],)
+                s = h[u].to(tl.float32) * absmax[u * WIDE + c]
+                added = add_word(sums, q[u * WIDE + c], s, table)
+                for i in tl.static_range(_WORD):
+                    new = new + (added[i],)
+            else:
+                w = decode(q[u * WIDE + c], table, ASM)
+                for b in tl.static_range(BLOCK_B):
+                    s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u * WIDE + c]
+                    for i in tl.static_range(_WORD):
+                        new = new + (acc[(c * BLOCK_B + b) * _WORD + i] + s * w[i],)
         acc = new
     return acc
 
 
 @triton.jit
-def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr):
+def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr):
     """The same for one token, added up over the steps in half precision."""
-    sums = ()
-    for _ in tl.static_range(_WORD // 2):
-        sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
-    for u in tl.static_range(STEPS):
-        sums = add_word_half(sums, q[u], h[u].to(tl.float32) * absmax[u], table)
     out = ()
-    for i in tl.static_range(_WORD // 2):
-        low, high = split_pairs(sums[i])
-        out = out + (acc[2 * i] + low, acc[2 * i + 1] + high)
+    for c in tl.static_range(WIDE):
+        sums = ()
+        for _ in tl.static_range(_WORD // 2):
+            sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
+        for u in tl.static_range(STEPS):
+            sums = add_word_half(sums, q[u * WIDE + c], h[u].to(tl.float32) * absmax[u * WIDE + c], table)
+        for i in tl.static_range(_WORD // 2):
+            low, high = split_pairs(sums[i])
+            out = out + (acc[c * _WORD + 2 * i] + low, acc[c * _WORD + 2 * i + 1] + high)
     return out
 
 
@@ -171,20 +185,21 @@ def _sum_of_rows(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of this share's blocks of BLOCK_N places.
 
-    A thread owns one word of the strip and walks every ROWS-th row, so all tensors have one dimension and one layout,
-    and sums stay within a thread. While some rows are added up the next ones are on their way, and what says where
-    those after lie. Where the first blocks of a share lie does not hang on the count, so that they are asked for at the
-    same time as it.
+    A thread owns WIDE words of the strip, as far apart as they can be, and walks every ROWS-th row, so all tensors have
+    one dimension and one layout, and sums stay within a thread. While some rows are added up the next ones are on their
+    way, and what says where those after lie. Where the first blocks of a share lie does not hang on the count, so that
+    they are asked for at the same time as it.
     """
-    WORDS: tl.constexpr = BLOCK_D // _WORD
+    WORDS: tl.constexpr = BLOCK_D // (16 * WIDE)
     STEPS: tl.constexpr = BLOCK_N // ROWS
     thread = tl.arange(0, ROWS * WORDS)
-    word = strip * WORDS + thread % WORDS
+    word = strip * WORDS * WIDE + thread % WORDS
     table = word_table(table_ptr, thread, ASM)
     first, step = tl.program_id(1) * BLOCK_N, tl.num_programs(1) * BLOCK_N
     place = first + thread // WORDS
@@ -197,34 +212,37 @@ def _sum_of_rows(
     h = _cut(h, place, rows, BLOCK_B, ROWS, STEPS)
     next_h = _cut(next_h, place + step, rows, BLOCK_B, ROWS, STEPS)
     acc = ()
-    for _ in tl.static_range(BLOCK_B * _WORD):
+    for _ in tl.static_range(BLOCK_B * WIDE * _WORD):
         acc = acc + (tl.zeros((ROWS * WORDS,), dtype=tl.float32),)
     q, absmax = _weights(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
-        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
+        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE,
     )  # fmt: skip
     for _ in range(first, rows, step):
         place += step
         next_q, next_absmax = _weights(
             w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE,
         )  # fmt: skip
         after_units, after_h = _ask(
             h_ptr, idx_ptr, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
         )
         if HALF:
-            acc = _add_half(acc, q, absmax, h, table, STEPS)
+            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
         else:
-            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, ASM)
+            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
         q, absmax, h = next_q, next_absmax, next_h
         next_units, next_h = after_units, after_h
     y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
     for b in tl.static_range(BLOCK_B):
         parts = ()
-        for i in tl.static_range(_WORD):
-            parts = parts + (acc[b * _WORD + i],)
-        # [threads, 16] is [ROWS, BLOCK_D]
-        total = tl.sum(tl.reshape(join_all(parts, 16), (ROWS, BLOCK_D)), axis=0)
+        for c in tl.static_range(WIDE):
+            for i in tl.static_range(_WORD):
+                parts = parts + (acc[(c * BLOCK_B + b) * _WORD + i],)
+        # [threads, WIDE * 16] is [ROWS, WORDS, WIDE, 16]
+        total = tl.sum(tl.reshape(join_all(parts, WIDE * 16), (ROWS, BLOCK_D)), axis=0)
+        if WIDE > 1:
+            total = tl.reshape(tl.permute(tl.reshape(total, (WORDS, WIDE, 16)), (1, 0, 2)), (BLOCK_D,))
         y = tl.where((tl.arange(0, BLOCK_B) == b)[:, None], total[None, :], y)
     return y
 
@@ -282,6 +300,7 @@ def _packed_down_proj_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     HALF: tl.constexpr,
     STAGES: tl.constexpr,
@@ -308,7 +327,7 @@ def _packed_down_proj_kernel(
         y = _sum_of_rows(
             h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr, idx_ptr,
             count_ptr, first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, HALF, ASM,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, WIDE, HALF, ASM,
         )  # fmt: skip
     offs_b = first_b + tl.arange(0, BLOCK_B)
     offs_d = strip * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -353,6 +372,7 @@ def packed_down_proj(
         BLOCK_N=c.block_n,
         ROWS=min(c.block_n, packed_rows_at_once(c)),
         BLOCK_D=c.block_d,
+        WIDE=c.wide,
         DOT=c.dot,
         HALF=c.half and c.block_b == 1 and lookup.asm != "" and h.dtype == torch.float16,
         STAGES=c.stages,

@@ -78,8 +78,9 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
     else:
         # The sums of all warps, 4 * warps * d bytes, and the table of 32 KB have 48 KB of shared memory.
         for d, warps, steps, programs in itertools.product((128, 256, 512), (4, 8), (1, 2, 4, 8), (264, 396)):
-            if D % d == 0 and 2 <= steps * block_b <= 8:
-                yield Config(block_b, steps * 32 * warps * WORD // d, d, False, 1, warps, programs)
+            wide = 2 if block_b == 1 else 1
+            if D % d == 0 and 2 <= steps * wide * block_b <= 8:
+                yield Config(block_b, steps * 32 * warps * WORD * wide // d, d, False, 1, warps, programs, wide=wide)
 
 
 def calls(

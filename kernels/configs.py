@@ -110,7 +110,8 @@ def _row_tile(D: int, most: int) -> int:
     tiles = [d for d in (512, 1024, 2048, 4096, 8192) if d < 2 * D and triton.cdiv(D, d) <= most]
     if not tiles:
         return row_block(D, 512) if D < 512 else 8192
-    return min(tiles, key=lambda d: (triton.cdiv(D, d) * d, abs(d - 2048)))
+    # Four warps, unless too much of the last tile is beyond the row.
+    return min(tiles, key=lambda d: (triton.cdiv(D, d) * d > 1.15 * D, abs(d - 2048)))
 
 
 def rows_at_once(config: Config, dtype: torch.dtype) -> int:

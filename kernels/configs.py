@@ -28,6 +28,7 @@ class Config(NamedTuple):
     programs  gather_up_proj and gather_qkv, whose programs take whole rows: at most so many along the rows.
               gather_down_proj, whose programs take strips of block_d columns: as many shares of the rows as this allows
     half      of 4-bit rows, for activations in fp16: products and short sums in half precision
+    wide      packed_down_proj and packed_out_proj: words of a row that a thread adds up, 1 or 2
     """
 
     block_b: int
@@ -38,6 +39,7 @@ class Config(NamedTuple):
     warps: int = 4
     programs: int = 528
     half: bool = False
+    wide: int = 1
 
 
 WHOLE_ROWS = ("gather_up_proj", "gather_qkv", "packed_up_proj", "packed_qkv")
@@ -81,7 +83,7 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype, over_gpus: bool 
     if tuned is not None:
         return tuned
     if kernel in PACKED:
-        return _packed_config(kernel, block_b, dot, D)
+        return _packed_config(kernel, block_b, dot, D, over_gpus)
     if kernel in WHOLE_ROWS:
         if dot:
             return Config(block_b, 16, max(16, row_block(D, 256)), True, stages=4, programs=1024)
@@ -94,24 +96,32 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype, over_gpus: bool 
     return Config(block_b, 256, row_block(D, 64), warps=16, programs=264)
 
 
-def _packed_config(kernel: str, block_b: int, dot: bool, D: int) -> Config:
-    """Threads hold words of 16 elements; tensor cores take a block, of 64 elements or 128, at a time."""
+def _packed_config(kernel: str, block_b: int, dot: bool, D: int, over_gpus: bool) -> Config:
+    """Threads hold words of 16 elements; tensor cores take a block, of 64 elements or 128, at a time.
+
+    Without them every program has a table of 32 KB, so programs are as many as an H200's 132 multiprocessors hold.
+    """
     if kernel in WHOLE_ROWS:
         if dot:
             return Config(block_b, 16, 64, True, stages=3, programs=1024)
-        # A word a thread and row, in full warps where D allows it.
-        block_d = row_block(D, 2048)
-        return Config(block_b, 2 if block_b <= 2 else 1, block_d, False, 1, _warps(block_d), 4096, True)
+        block_d = _row_tile(D, max(3, 8 // block_b))
+        return Config(block_b, 1, block_d, False, 1, max(1, block_d // (32 * 16)), 528 // block_b, True)
     if dot:
         return Config(block_b, 64, 64, True, stages=3)
-    # Short strips, for more programs; a step is 4 rows a thread for one token, so that registers hold all sums.
-    block_d, warps = row_block(D, 256), 8
-    rows = 32 * warps * 16 // block_d
-    return Config(block_b, max(1, 4 // block_b) * rows, block_d, False, 1, warps, 528)
+    # Short strips, for more programs; a step is 4 words a thread for one token, so that registers hold all sums. Two
+    # words of a row share what is asked about it; with more tokens their sums would not fit.
+    block_d, warps, wide = row_block(D, 128 if over_gpus else 256), 8, 2 if block_b == 1 else 1
+    rows = 32 * warps * 16 * wide // block_d
+    return Config(block_b, max(1, 4 // (block_b * wide)) * rows, block_d, False, 1, warps, 396, wide=wide)
 
 
-def _warps(block_d: int) -> int:
-    return max(1, min(8, block_d // (32 * 16)))
+def _row_tile(D: int, most: int) -> int:
+    """Elements that a program loads of a row at once, in full warps; of x a thread's registers hold `most` words."""
+    tiles = [d for d in (512, 1024, 2048, 4096, 8192) if d < 2 * D and triton.cdiv(D, d) <= most]
+    if not tiles:
+        return row_block(D, 512) if D < 512 else 8192
+    # Four warps, unless too much of the last tile is beyond the row.
+    return min(tiles, key=lambda d: (triton.cdiv(D, d) * d > 1.15 * D, abs(d - 2048)))
 
 
 def rows_at_once(config: Config, dtype: torch.dtype) -> int:
@@ -120,5 +130,5 @@ def rows_at_once(config: Config, dtype: torch.dtype) -> int:
 
 
 def packed_rows_at_once(config: Config) -> int:
-    """The same of packed rows, of which a thread loads 8 bytes, 16 elements."""
-    return max(1, 32 * config.warps * 16 // config.block_d)
+    """The same of packed rows, of which a thread loads `wide` times 8 bytes, 16 elements."""
+    return max(1, 32 * config.warps * 16 * config.wide // config.block_d)

@@ -1,13 +1,20 @@
 """How the kernels over 4-bit rows decode nibbles and scales.
 
-A packed row is read in words of 8 bytes, 16 elements. Compiled, a nibble is looked up by byte permutes (PTX `prmt`),
-four at a time: a permute selects among 8 bytes by three bits of a selector nibble; the fourth asks for the sign of the
-byte, eight times over. So the table is cut by the fourth bit of the code into two halves of 8 magnitudes in fp16, and
-each magnitude into its two bytes. The nibbles as they are select from the one half, with their fourth bits turned over
-from the other. For a nibble of the other half the high byte comes out as zero, since magnitudes have no sign, and the
-low byte as 0 or 255: at most 255 * 2 ** -24. The difference of the two is the value, in one subtraction that rounds
-that rest away. No mask, no comparison, nothing to merge; what is left is two permutes to put high and low bytes
-together.
+A packed row is read in words of 8 bytes, 16 elements. Compiled, multiply-adds look up a byte, two elements, in a table
+of 256 pairs of fp16 in shared memory: a shift, a mask and a load. The table holds every pair 32 times over, once for
+each bank of the memory, so that the lanes of a warp never wait for one another. That is 32 KB, which a program writes
+before it waits for earlier launches, and which pays where programs are few and take many rows each. Triton has no
+shared memory to declare, so the table is declared and read by inline assembly. That Triton takes for a function of its
+arguments; they hence include the lane's place in the table, which is asked for only after the barrier that ends the
+writing.
+
+Tensor cores take less time per element than their operands take to fetch, and their tiles want the shared memory for
+themselves. For them bytes are decoded by byte permutes (PTX `prmt`), four nibbles at a time: a permute selects among 8
+bytes by three bits of a selector nibble; the fourth asks for the sign of the byte, eight times over. So the table is
+cut by the fourth bit of the code into two halves of 8 magnitudes in fp16, and each magnitude into its two bytes. The
+nibbles as they are select from the one half, with their fourth bits turned over from the other. For a nibble of the
+other half the high byte comes out as zero, since magnitudes have no sign, and the low byte as 0 or 255: at most
+255 * 2 ** -24. The difference of the two is the value, in one subtraction that rounds that rest away.
 
 Inline assembly does not run in Triton's interpreter, and fp16 is too short for fp32 activations: `lookup_of` then gives
 a plain lookup in the table in memory, which is exact. Everything else is one code for both.
@@ -32,26 +39,40 @@ _NESTED_BLOCK = tl.constexpr(NESTED_BLOCK)
 
 
 class Lookup(NamedTuple):
-    """How a kernel decodes nibbles: by inline assembly, or "" by the table in memory.
+    """How a kernel decodes nibbles.
 
-    pairs  a word to 8 registers of two fp16 elements each, in order
-    bytes  4 bytes to their high nibbles and their low ones, in fp16
-    add, add_half  a word times a number added to 16 sums in fp32, to 8 pairs of sums in fp16
-    table  [32] int32, what the assembly takes as arguments, each 8 times; or fp32 [16], the table
+    asm    of tensor cores, 4 bytes to their high nibbles and their low ones, in fp16; SHARED: words by the table in
+           shared memory; "": by the one in memory
+    table  what it is made of: [32] int32, the registers that permutes select from, each 8 times; [256] int32, pairs
+           of fp16 by byte; fp32 [16], the code
     """
 
-    pairs: str
-    bytes: str
-    add: str
-    add_half: str
+    asm: str
     table: torch.Tensor
 
 
-def lookup_of(w: PackedWeight, dtype: torch.dtype) -> Lookup:
-    """The lookup for a weight and activations of `dtype`; the one place where it is chosen."""
+SHARED = "shared"
+_SHARED = tl.constexpr(SHARED)
+
+
+def lookup_of(w: PackedWeight, dtype: torch.dtype, dot: bool) -> Lookup:
+    """The lookup for a weight, activations of `dtype` and a kernel with tensor cores or without.
+
+    The one place where it is chosen.
+    """
     if _INTERPRETED or dtype.itemsize != 2:
-        return Lookup("", "", "", "", w.code)
-    return permute_lookup(w.code_values, w.device)
+        return Lookup("", w.code)
+    if dot:
+        return permute_lookup(w.code_values, w.device)
+    return Lookup(SHARED, pairs_table(w.code_values, w.device))
+
+
+@cache
+def pairs_table(code: tuple[float, ...], device: torch.device | str) -> torch.Tensor:
+    """[256] int32, for each byte its two elements in fp16, the high nibble's in the low half: that is the first one."""
+    values = torch.tensor(code, dtype=torch.float16)
+    byte = torch.arange(256)
+    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).view(torch.int32).flatten().to(device)
 
 
 @cache
@@ -69,94 +90,28 @@ def permute_lookup(code: tuple[float, ...], device: torch.device | str) -> Looku
     planes = [_planes(half) for half in (code[:8], code[8:])]
     first = torch.tensor([low for half in planes for low, _ in half], dtype=torch.int64).to(torch.int32)
     second = tuple(high for half in planes for _, high in half)
-    negative = min(code[:8]) < 0
-    return Lookup(
-        _pairs_asm(second, negative),
-        _bytes_asm(second, negative),
-        _add_asm(second, negative),
-        _add_half_asm(second, negative),
-        first.repeat_interleave(8).to(device),
-    )
+    return Lookup(_bytes_asm(second, min(code[:8]) < 0), first.repeat_interleave(8).to(device))
 
 
-# Of two bytes' nibbles, where low and high bytes are that make up a pair of fp16: elements 0 and 1, and 2 and 3;
-# elements 0 and 2, and 1 and 3. The element of a high nibble comes first.
-_IN_ORDER = ("0x4051", "0x6273")
+# Of two bytes' nibbles, where low and high bytes are that make up a pair of fp16: elements 0 and 2, and 1 and 3. The
+# element of a high nibble comes first.
 _BY_NIBBLE = ("0x7351", "0x6240")
-
-
-_REGISTERS = "{ .reg .b32 s, c, la, ha, lb, hb, a, b;"
-
-
-def _pairs_asm(second: tuple[int, ...], negative: bool) -> str:
-    outs = [f"${i}" for i in range(8)]
-    return "\n".join([_REGISTERS, *_word(second, negative, "$8", range(9, 13), outs), "}"])
 
 
 def _bytes_asm(second: tuple[int, ...], negative: bool) -> str:
     return "\n".join(
         [
-            _REGISTERS,
+            "{ .reg .b32 s, c, la, ha, lb, hb, a, b;",
             "mov.b32 s, $4; xor.b32 c, $4, 0x88888888;",
-            *_two_bytes(second, negative, range(5, 21, 4), _BY_NIBBLE, ("$0", "$2")),
+            *_two_bytes(second, negative, range(5, 21, 4), ("$0", "$2")),
             "shr.u32 s, s, 16; shr.u32 c, c, 16;",
-            *_two_bytes(second, negative, range(5, 21, 4), _BY_NIBBLE, ("$1", "$3")),
+            *_two_bytes(second, negative, range(5, 21, 4), ("$1", "$3")),
             "}",
         ]
     )
 
 
-def _add_asm(second: tuple[int, ...], negative: bool) -> str:
-    """Outputs 16 sums; arguments the word, the factor, the table, 16 sums before. Nothing is done for a factor of 0."""
-    outs = [f"v{i}" for i in range(8)]
-    return "\n".join(
-        [
-            _REGISTERS,
-            ".reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g; .reg .pred p;",
-            *(f"mov.f32 ${i}, ${22 + i};" for i in range(16)),
-            "setp.eq.f32 p, $17, 0f00000000; @p bra DONE;",
-            *_word(second, negative, "$16", range(18, 22), outs),
-            *(
-                f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, ${2 * i};"
-                f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, ${2 * i + 1};"
-                for i in range(8)
-            ),
-            "DONE: }",
-        ]
-    )
-
-
-def _add_half_asm(second: tuple[int, ...], negative: bool) -> str:
-    """The same for 8 pairs of sums."""
-    outs = [f"v{i}" for i in range(8)]
-    return "\n".join(
-        [
-            _REGISTERS,
-            ".reg .b32 v<8>, t; .reg .b16 e; .reg .pred p;",
-            *(f"mov.b32 ${i}, ${14 + i};" for i in range(8)),
-            "setp.eq.f32 p, $9, 0f00000000; @p bra DONE;",
-            "cvt.rn.f16.f32 e, $9; mov.b32 t, {e, e};",
-            *_word(second, negative, "$8", range(10, 14), outs),
-            *(f"fma.rn.f16x2 ${i}, v{i}, t, ${i};" for i in range(8)),
-            "DONE: }",
-        ]
-    )
-
-
-def _word(second: tuple[int, ...], negative: bool, word: str, table: range, outs: list[str]) -> list[str]:
-    """16 elements of a register of 64 bits into 8 of pairs."""
-    lines = [f".reg .b32 w0, w1; mov.b64 {{w0, w1}}, {word};"]
-    for half in (0, 1):
-        lines.append(f"mov.b32 s, w{half}; xor.b32 c, w{half}, 0x88888888;")
-        lines += _two_bytes(second, negative, table, _IN_ORDER, outs[4 * half : 4 * half + 2])
-        lines.append("shr.u32 s, s, 16; shr.u32 c, c, 16;")
-        lines += _two_bytes(second, negative, table, _IN_ORDER, outs[4 * half + 2 : 4 * half + 4])
-    return lines
-
-
-def _two_bytes(
-    second: tuple[int, ...], negative: bool, table: range, order: tuple[str, str], outs: Sequence[str]
-) -> list[str]:
+def _two_bytes(second: tuple[int, ...], negative: bool, table: range, outs: Sequence[str]) -> list[str]:
     """The 4 nibbles at the low end of s, and in c those with the fourth bits turned over, into two registers."""
     lookups = zip(("la", "ha", "lb", "hb"), table, second, ("s", "s", "c", "c"), strict=True)
     difference = "b, a" if negative else "a, b"
@@ -164,7 +119,7 @@ def _two_bytes(
         *(f"prmt.b32 {out}, ${first}, {high}, {sel};" for out, first, high, sel in lookups),
         *(
             f"prmt.b32 a, la, ha, {pair}; prmt.b32 b, lb, hb, {pair}; sub.rn.f16x2 {out}, {difference};"
-            for pair, out in zip(order, outs, strict=True)
+            for pair, out in zip(_BY_NIBBLE, outs, strict=True)
         ),
     ]
 
@@ -177,12 +132,82 @@ def _planes(half: tuple[float, ...]) -> list[tuple[int, int]]:
     ]
 
 
+# The table, 32 lanes times 4 bytes for each byte. Named by all of the assembly below, declared once in a kernel.
+_DECLARE_ASM = tl.constexpr(".shared .align 128 .b8 nibble_pairs[32768]; mov.b32 $0, 0;")
+_FILL_ASM = tl.constexpr(
+    "{ .reg .b32 a; mov.u32 a, nibble_pairs; add.u32 a, a, $1; st.shared.v4.b32 [a], {$2, $2, $2, $2}; mov.b32 $0, 0; }"
+)
+_LANE_ASM = tl.constexpr("{ .reg .b32 l, t; mov.u32 l, %laneid; mov.u32 t, nibble_pairs; mad.lo.u32 $0, l, 4, t; }")
+_REGISTERS = "{ .reg .b32 w0, w1, a;"
+
+
+def _look_up(word: str, lane: str, outs: Sequence[str]) -> str:
+    """16 elements of a register of 64 bits into 8 of pairs.
+
+    A byte times 128, the bytes of an entry, and the lane's place in the first one: a dot product of bytes (PTX `dp4a`).
+    """
+    lines = [f"mov.b64 {{w0, w1}}, {word};"]
+    for i, out in enumerate(outs):
+        lines.append(f"dp4a.u32.u32 a, w{i // 4}, {0x80 << 8 * (i % 4):#x}, {lane}; ld.shared.b32 {out}, [a];")
+    return "\n".join(lines)
+
+
+_OUTS, _VALUES = [f"${i}" for i in range(8)], [f"v{i}" for i in range(8)]
+_PAIRS_ASM = tl.constexpr(f"{_REGISTERS} {_look_up('$8', '$9', _OUTS)} }}")
+# Outputs 16 sums; arguments the word, the factor, the lane, 16 sums before. Nothing is done for a factor of 0.
+_ADD_ASM = tl.constexpr(
+    f"{_REGISTERS} .reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g; .reg .pred p;\n"
+    + "".join(f"mov.f32 ${i}, ${19 + i};\n" for i in range(16))
+    + f"setp.eq.f32 p, $17, 0f00000000; @p bra DONE;\n{_look_up('$16', '$18', _VALUES)}\n"
+    + "".join(
+        f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, ${2 * i};"
+        f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, ${2 * i + 1};\n"
+        for i in range(8)
+    )
+    + "DONE: }"
+)
+# The same for 8 pairs of sums in fp16.
+_ADD_HALF_ASM = tl.constexpr(
+    f"{_REGISTERS} .reg .b32 v<8>, u; .reg .b16 e; .reg .pred p;\n"
+    + "".join(f"mov.b32 ${i}, ${11 + i};\n" for i in range(8))
+    + "setp.eq.f32 p, $9, 0f00000000; @p bra DONE;\n"
+    + f"cvt.rn.f16.f32 e, $9; mov.b32 u, {{e, e}};\n{_look_up('$8', '$10', _VALUES)}\n"
+    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${i};\n" for i in range(8))
+    + "DONE: }"
+)
 _SPLIT_ASM = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 
 
 @triton.jit
-def load_table(table_ptr, offs, ASM: tl.constexpr):
-    """What `decode` and its like take as `table`, once a program; offs: of the words, in their layout."""
+def fill_table(table_ptr, ASM: tl.constexpr):
+    """Write the table in shared memory, once in a kernel and outside of loops and branches, before `shared_table`.
+
+    It depends on nothing that a launch writes, so it needs not wait for earlier ones.
+    """
+    if ASM == _SHARED:
+        tl.inline_asm_elementwise(
+            _DECLARE_ASM, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+        # 16 bytes a store: four lanes' copies of a pair
+        offs = tl.arange(0, 2048)
+        pairs = tl.load(table_ptr + offs // 8)
+        tl.inline_asm_elementwise(_FILL_ASM, "=r,r,r", [offs * 16, pairs], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+
+
+@triton.jit
+def word_table(table_ptr, like, ASM: tl.constexpr):
+    """What `decode` and its like take as `table`, in the layout of the words, that of the int32 tensor `like`."""
+    if ASM == "":
+        return table_ptr
+    else:
+        # Not pure: so it stays behind the barrier, and with it all lookups, which depend on it.
+        return tl.inline_asm_elementwise(_LANE_ASM, "=r,r", [like], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def byte_table(table_ptr, offs, ASM: tl.constexpr):
+    """What `decode_bytes` takes as `table`, once a program; offs: of the bytes, in their layout."""
     if ASM == "":
         return (table_ptr, table_ptr, table_ptr, table_ptr)
     else:
@@ -191,10 +216,10 @@ def load_table(table_ptr, offs, ASM: tl.constexpr):
 
 
 @triton.jit
-def decode_pairs(q, table, ASM: tl.constexpr):
+def decode_pairs(q, table):
     """16 elements of each int64 of q as 8 int32, two fp16 in each."""
     return tl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r,r,r,r", [q, table[0], table[1], table[2], table[3]],
+        _PAIRS_ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r", [q, table],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -208,11 +233,11 @@ def split_pairs(pairs):
 
 
 @triton.jit
-def add_word(acc, q, s, table, ASM: tl.constexpr):
+def add_word(acc, q, s, table):
     """The 16 tensors acc, fp32, and s times the elements of q, a tensor of words."""
     return tl.inline_asm_elementwise(
-        ASM, "=&f" + ",=&f" * 15 + ",l,f,r,r,r,r" + ",f" * 16,
-        [q, s, table[0], table[1], table[2], table[3],
+        _ADD_ASM, "=&f" + ",=&f" * 15 + ",l,f,r" + ",f" * 16,
+        [q, s, table,
          acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
          acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
@@ -222,12 +247,11 @@ def add_word(acc, q, s, table, ASM: tl.constexpr):
 
 
 @triton.jit
-def add_word_half(acc, q, s, table, ASM: tl.constexpr):
+def add_word_half(acc, q, s, table):
     """The same of 8 tensors of pairs in fp16, in half precision."""
     return tl.inline_asm_elementwise(
-        ASM, "=&r" + ",=&r" * 7 + ",l,f,r,r,r,r" + ",r" * 8,
-        [q, s, table[0], table[1], table[2], table[3],
-         acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
+        _ADD_HALF_ASM, "=&r" + ",=&r" * 7 + ",l,f,r" + ",r" * 8,
+        [q, s, table, acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -239,9 +263,9 @@ def decode(q, table, ASM: tl.constexpr):
     if ASM == "":
         for i in tl.static_range(_WORD):
             # The first of a byte's two elements is its high nibble.
-            out = out + (tl.load(table[0] + ((q >> (4 * (i ^ 1))) & 15)),)
+            out = out + (tl.load(table + ((q >> (4 * (i ^ 1))) & 15)),)
     else:
-        pairs = decode_pairs(q, table, ASM)
+        pairs = decode_pairs(q, table)
         for i in tl.static_range(_WORD // 2):
             out = out + split_pairs(pairs[i])
     return out
@@ -272,11 +296,14 @@ def load_masked(ptrs, mask):
 
 
 @triton.jit
-def scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask):
-    """Scales of blocks `flat` of a weight in fp32; the pointers of nested ones are None where they are in fp32."""
-    absmax = load_masked(absmax_ptr + flat, mask)
+def scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask):
+    """Scales of blocks column + first of a weight, fp32; the pointers of nested ones are None where they are in fp32.
+
+    column  what is the same for many rows; it is added first, as it can be once for all of them
+    """
+    absmax = load_masked(absmax_ptr + column + first, mask)
     if absmax_code_ptr is not None:
-        scale = load_masked(absmax_scale_ptr + flat // _NESTED_BLOCK, mask)
+        scale = load_masked(absmax_scale_ptr + (column + first) // _NESTED_BLOCK, mask)
         absmax = tl.load(absmax_code_ptr + absmax.to(tl.int32)) * scale + offset
         if mask is not None:
             absmax = tl.where(mask, absmax, 0.0)

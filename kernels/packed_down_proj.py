@@ -17,19 +17,22 @@ import triton.language as tl
 
 from dejavu_ds.kernels.configs import Config, config_for, packed_rows_at_once
 from dejavu_ds.kernels.dense import packed_times_ref
-from dejavu_ds.kernels.gather_down_proj import check_down, shares_of
+from dejavu_ds.kernels.gather_down_proj import check_down, in_parts, shares_of
 from dejavu_ds.kernels.nibbles import (
     WORD,
     add_word,
     add_word_half,
+    byte_table,
     decode,
     decode_bytes,
-    load_table,
+    fill_table,
     lookup_of,
     offset_of,
     scales,
     split_pairs,
+    word_table,
 )
+from dejavu_ds.kernels.packed_products import join_all
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
 
@@ -52,12 +55,12 @@ def packed_down_proj_ref(
         columns = (h != 0).any(dim=0).nonzero().squeeze(1)
         h, rows = h.index_select(1, columns), rows.index_select(0, columns)
     y = packed_times_ref(h, w, rows)
-    return y.float()[None] if out is None else out.copy_(y)[None]
+    return in_parts(y, out)
 
 
 @triton.jit
 def _ask(
-    h_ptr, idx_ptr, place, rows, first_b, B, stride_h_b,
+    h_ptr, idx_ptr, place, end, first_b, B, stride_h_b,
     GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ROWS: tl.constexpr,
@@ -65,15 +68,28 @@ def _ask(
 ):  # fmt: skip
     """Units and h of STEPS times ROWS places, from `place` [threads] on: two tuples, h of all tokens of a step."""
     units, h = (), ()
+    # Pointers first, and what is the same for all threads last: addresses of neighbouring steps differ by a constant.
     for u in tl.static_range(STEPS):
         at = place + u * ROWS
-        units = units + (tl.load(idx_ptr + at // GROUP, mask=at < rows, other=0),)
+        idx_ptrs = idx_ptr + place + u * ROWS if GROUP == 1 else idx_ptr + at // GROUP
+        units = units + (tl.load(idx_ptrs, mask=at < end, other=0),)
         for b in tl.static_range(BLOCK_B):
-            end = rows
+            end_b = end
             if b > 0:
-                end = tl.where(first_b + b < B, rows, 0)
-            h = h + (tl.load(h_ptr + (first_b + b) * stride_h_b + at, mask=at < end, other=0.0),)
+                end_b = tl.where(first_b + b < B, end, 0)
+            h_ptrs = h_ptr + (first_b + b) * stride_h_b + place + u * ROWS
+            h = h + (tl.load(h_ptrs, mask=at < end_b, other=0.0),)
     return units, h
+
+
+@triton.jit
+def _cut(h, place, rows, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr):
+    """h from `_ask`, zero from place `rows` on."""
+    out = ()
+    for u in tl.static_range(STEPS):
+        for b in tl.static_range(BLOCK_B):
+            out = out + (tl.where(place + u * ROWS < rows, h[u * BLOCK_B + b], 0.0),)
+    return out
 
 
 @triton.jit
@@ -87,9 +103,11 @@ def _weights(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A word and its scale at each of these places, as far as some token wants them: two tuples."""
+    """WIDE words and scales at each of these places, as far as some token wants them: two tuples."""
     WORDS: tl.constexpr = D // _WORD
+    APART: tl.constexpr = BLOCK_D // (16 * WIDE)
     q, absmax = (), ()
     for u in tl.static_range(STEPS):
         at = place + u * ROWS
@@ -99,66 +117,66 @@ def _weights(
             for b in tl.static_range(1, BLOCK_B):
                 wanted |= h[u * BLOCK_B + b] != 0.0
             mask = mask & wanted
-        if D % BLOCK_D != 0:
-            mask = mask & (word < WORDS)
-        row = units[u] * GROUP + at % GROUP
-        # Weights pass through the L1 cache.
-        q = q + (tl.load(w_ptr + row * WORDS + word, mask=mask, other=0, eviction_policy="evict_first"),)
-        flat = row * (D // BLOCKSIZE) + word // (BLOCKSIZE // _WORD)
-        absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask),)
+        # In 64 bits: one multiply-add to a pointer.
+        row = units[u].to(tl.int64) * GROUP + at % GROUP
+        for c in tl.static_range(WIDE):
+            mask_c = mask
+            if D % BLOCK_D != 0:
+                mask_c = mask & (word + c * APART < WORDS)
+            # Weights pass through the L1 cache.
+            w_ptrs = w_ptr + word + row * WORDS + c * APART
+            q = q + (tl.load(w_ptrs, mask=mask_c, other=0, eviction_policy="evict_first"),)
+            column, first = (word + c * APART) // (BLOCKSIZE // _WORD), row * (D // BLOCKSIZE)
+            scale = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask_c)
+            absmax = absmax + (scale,)
     return q, absmax
 
 
 @triton.jit
-def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr):
-    """acc, 16 tensors a token, and h * absmax * the elements of q."""
+def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr):
+    """acc, 16 tensors for each word of a thread and each token, and h * absmax * the elements of q."""
     for u in tl.static_range(STEPS):
         new = ()
-        if BLOCK_B == 1 and ASM != "":
-            # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
-            new = add_word(acc, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
-        else:
-            w = decode(q[u], table, ASM)
-            for b in tl.static_range(BLOCK_B):
-                s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u]
+        for c in tl.static_range(WIDE):
+            if BLOCK_B == 1 and ASM != "":
+                # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
+                sums = ()
                 for i in tl.static_range(_WORD):
-                    new = new + (acc[b * _WORD + i] + s * w[i],)
+                    sums = sums + (acc[c * _WORD + i],)
+                s = h[u].to(tl.float32) * absmax[u * WIDE + c]
+                added = add_word(sums, q[u * WIDE + c], s, table)
+                for i in tl.static_range(_WORD):
+                    new = new + (added[i],)
+            else:
+                w = decode(q[u * WIDE + c], table, ASM)
+                for b in tl.static_range(BLOCK_B):
+                    s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u * WIDE + c]
+                    for i in tl.static_range(_WORD):
+                        new = new + (acc[(c * BLOCK_B + b) * _WORD + i] + s * w[i],)
         acc = new
     return acc
 
 
 @triton.jit
-def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, ASM: tl.constexpr):
+def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr):
     """The same for one token, added up over the steps in half precision."""
-    sums = ()
-    for _ in tl.static_range(_WORD // 2):
-        sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
-    for u in tl.static_range(STEPS):
-        sums = add_word_half(sums, q[u], h[u].to(tl.float32) * absmax[u], table, ASM)
     out = ()
-    for i in tl.static_range(_WORD // 2):
-        low, high = split_pairs(sums[i])
-        out = out + (acc[2 * i] + low, acc[2 * i + 1] + high)
+    for c in tl.static_range(WIDE):
+        sums = ()
+        for _ in tl.static_range(_WORD // 2):
+            sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
+        for u in tl.static_range(STEPS):
+            sums = add_word_half(sums, q[u * WIDE + c], h[u].to(tl.float32) * absmax[u * WIDE + c], table)
+        for i in tl.static_range(_WORD // 2):
+            low, high = split_pairs(sums[i])
+            out = out + (acc[c * _WORD + 2 * i] + low, acc[c * _WORD + 2 * i + 1] + high)
     return out
 
 
 @triton.jit
-def _join(parts, first: tl.constexpr):
-    """16 tensors [n] of a tuple, from the first on, as [n, 16]."""
-    a = ()
-    for i in tl.static_range(8):
-        a = a + (tl.join(parts[first + i], parts[first + i + 8]),)
-    b = ()
-    for i in tl.static_range(4):
-        b = b + (tl.join(a[i], a[i + 4]),)
-    c = tl.join(tl.join(b[0], b[2]), tl.join(b[1], b[3]))  # [n, 2, 2, 2, 2], the highest bit of the place first
-    return tl.reshape(c, (c.shape[0], 16))
-
-
-@triton.jit
 def _sum_of_rows(
-    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows, first_b, B,
-    strip, stride_h_b,
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr, idx_ptr, count_ptr,
+    first_b, B, strip, stride_h_b,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -167,51 +185,64 @@ def _sum_of_rows(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of the places first .. rows - 1.
+    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of this share's blocks of BLOCK_N places.
 
-    A thread owns one word of the strip and walks every ROWS-th row, so all tensors have one dimension and one layout,
-    and sums stay within a thread. While some rows are added up the next ones are on their way, and what says where
-    those after lie.
+    A thread owns WIDE words of the strip, as far apart as they can be, and walks every ROWS-th row, so all tensors have
+    one dimension and one layout, and sums stay within a thread. While some rows are added up the next ones are on their
+    way, and what says where those after lie. Where the first blocks of a share lie does not hang on the count, so that
+    they are asked for at the same time as it.
     """
-    WORDS: tl.constexpr = BLOCK_D // _WORD
+    WORDS: tl.constexpr = BLOCK_D // (16 * WIDE)
     STEPS: tl.constexpr = BLOCK_N // ROWS
     thread = tl.arange(0, ROWS * WORDS)
-    word = strip * WORDS + thread % WORDS
+    word = strip * WORDS * WIDE + thread % WORDS
+    table = word_table(table_ptr, thread, ASM)
+    first, step = tl.program_id(1) * BLOCK_N, tl.num_programs(1) * BLOCK_N
     place = first + thread // WORDS
-    table = load_table(table_ptr, thread, ASM)
-    acc = ()
-    for _ in tl.static_range(BLOCK_B * _WORD):
-        acc = acc + (tl.zeros((ROWS * WORDS,), dtype=tl.float32),)
-    units, h = _ask(h_ptr, idx_ptr, place, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS)
+    units, h = _ask(h_ptr, idx_ptr, place, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS)
     next_units, next_h = _ask(
-        h_ptr, idx_ptr, place + BLOCK_N, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
+        h_ptr, idx_ptr, place + step, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
     )
+    rows = tl.load(count_ptr) * GROUP
+    offset = offset_of(absmax_offset_ptr)
+    h = _cut(h, place, rows, BLOCK_B, ROWS, STEPS)
+    next_h = _cut(next_h, place + step, rows, BLOCK_B, ROWS, STEPS)
+    acc = ()
+    for _ in tl.static_range(BLOCK_B * WIDE * _WORD):
+        acc = acc + (tl.zeros((ROWS * WORDS,), dtype=tl.float32),)
     q, absmax = _weights(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
-        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
+        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE,
     )  # fmt: skip
-    for _ in range(first, rows, BLOCK_N):
-        place += BLOCK_N
+    for _ in range(first, rows, step):
+        place += step
         next_q, next_absmax = _weights(
             w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE,
         )  # fmt: skip
         after_units, after_h = _ask(
-            h_ptr, idx_ptr, place + BLOCK_N, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
+            h_ptr, idx_ptr, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
         )
         if HALF:
-            acc = _add_half(acc, q, absmax, h, table, STEPS, ASM)
+            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
         else:
-            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, ASM)
+            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
         q, absmax, h = next_q, next_absmax, next_h
         next_units, next_h = after_units, after_h
     y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
     for b in tl.static_range(BLOCK_B):
-        # [threads, 16] is [ROWS, BLOCK_D]
-        total = tl.sum(tl.reshape(_join(acc, b * _WORD), (ROWS, BLOCK_D)), axis=0)
+        parts = ()
+        for c in tl.static_range(WIDE):
+            for i in tl.static_range(_WORD):
+                parts = parts + (acc[(c * BLOCK_B + b) * _WORD + i],)
+        # [threads, WIDE * 16] is [ROWS, WORDS, WIDE, 16]
+        total = tl.sum(tl.reshape(join_all(parts, WIDE * 16), (ROWS, BLOCK_D)), axis=0)
+        if WIDE > 1:
+            total = tl.reshape(tl.permute(tl.reshape(total, (WORDS, WIDE, 16)), (1, 0, 2)), (BLOCK_D,))
         y = tl.where((tl.arange(0, BLOCK_B) == b)[:, None], total[None, :], y)
     return y
 
@@ -234,7 +265,7 @@ def _dot_of_rows(
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     w_ptr = w_ptr.to(tl.pointer_type(tl.uint8))
     offs_p = strip * BYTES + tl.arange(0, BYTES)
-    table = load_table(table_ptr, tl.arange(0, BYTES)[None, :], ASM)
+    table = byte_table(table_ptr, tl.arange(0, BYTES)[None, :], ASM)
     even = tl.zeros((BLOCK_B, BYTES), dtype=tl.float32)
     odd = tl.zeros((BLOCK_B, BYTES), dtype=tl.float32)
     offs_b = first_b + tl.arange(0, BLOCK_B)
@@ -246,8 +277,9 @@ def _dot_of_rows(
         row = unit * GROUP + offs_n % GROUP
         h = tl.load(h_ptrs + offs_n[None, :], mask=(offs_b < B)[:, None] & mask_n[None, :], other=0.0)
         p = tl.load(w_ptr + row[:, None] * (D // 2) + offs_p[None, :], mask=mask_n[:, None], other=0)
-        flat = row * (D // BLOCKSIZE) + strip * BLOCK_D // BLOCKSIZE
-        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask_n)
+        column = strip * BLOCK_D // BLOCKSIZE
+        first_s = row * (D // BLOCKSIZE)
+        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first_s, mask_n)
         high, low = decode_bytes(p, table, tl.float32, ASM)
         even = dot(h, (high * absmax[:, None]).to(dtype), even)
         odd = dot(h, (low * absmax[:, None]).to(dtype), odd)
@@ -268,32 +300,34 @@ def _packed_down_proj_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     HALF: tl.constexpr,
     STAGES: tl.constexpr,
-    WORDS: tl.constexpr,
-    BYTES: tl.constexpr,
+    ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
-    rows = tl.load(count_ptr) * GROUP
-    offset = offset_of(absmax_offset_ptr)
-    share = tl.cdiv(rows, tl.num_programs(1))
-    first = tl.program_id(1) * share
-    rows = tl.minimum(first + share, rows)
     strip = tl.program_id(0)
     first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
+    if not DOT:
+        fill_table(table_ptr, ASM)
+    await_inputs(EARLY)
     if DOT:
+        rows = tl.load(count_ptr) * GROUP
+        offset = offset_of(absmax_offset_ptr)
+        share = tl.cdiv(rows, tl.num_programs(1))
+        first = tl.program_id(1) * share
+        rows = tl.minimum(first + share, rows)
         y = _dot_of_rows(
             h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
             first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES, BYTES,
+            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES, ASM,
         )  # fmt: skip
     else:
         y = _sum_of_rows(
-            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
-            first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, HALF, WORDS,
+            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr, idx_ptr,
+            count_ptr, first_b, B, strip, stride_h_b,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, WIDE, HALF, ASM,
         )  # fmt: skip
     offs_b = first_b + tl.arange(0, BLOCK_B)
     offs_d = strip * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -314,8 +348,8 @@ def packed_down_proj(
 ) -> torch.Tensor:
     """Return the sum over the kept rows of h[:, n] * w[n], in S parts, as `gather_down_proj` does.
 
-    Each kept row of `w` is read once for every 16 tokens. `out` [B, D] fp32, contiguous, takes the result in one part.
-    `config` overrides the tuned block sizes.
+    Each kept row of `w` is read once for every 16 tokens. `out` [S, B, D] fp32, contiguous, takes the result and says
+    what S is. `config` overrides the tuned block sizes.
 
     Raises:
         ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
@@ -323,11 +357,10 @@ def packed_down_proj(
     """
     check_down(h, w, idx, count, group, out)
     B, D = h.shape[0], w.shape[1]
-    c = config or config_for("packed_down_proj" if group == 1 else "packed_out_proj", B, D, h.dtype)
-    lookup = lookup_of(w, h.dtype)
-    half = c.half and c.block_b == 1 and lookup.pairs != "" and h.dtype == torch.float16
+    c = config or config_for("packed_down_proj" if group == 1 else "packed_out_proj", B, D, h.dtype, out is not None)
+    lookup = lookup_of(w, h.dtype, c.dot)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
-    y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out[None]
+    y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out
     _packed_down_proj_kernel[(strips, len(y), tiles)](
         h, *w.pointers(), lookup.table, idx, count, y,
         B, h.shape[1],
@@ -339,11 +372,11 @@ def packed_down_proj(
         BLOCK_N=c.block_n,
         ROWS=min(c.block_n, packed_rows_at_once(c)),
         BLOCK_D=c.block_d,
+        WIDE=c.wide,
         DOT=c.dot,
-        HALF=half,
+        HALF=c.half and c.block_b == 1 and lookup.asm != "" and h.dtype == torch.float16,
         STAGES=c.stages,
-        WORDS=lookup.add_half if half else lookup.add if c.block_b == 1 else lookup.pairs,
-        BYTES=lookup.bytes,
+        ASM=lookup.asm,
         num_warps=c.warps,
         **launch_options(),
     )  # fmt: skip

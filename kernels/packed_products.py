@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.nibbles import WORD, decode, decode_bytes, decode_pairs, load_masked, scales
+from dejavu_ds.kernels.nibbles import WORD, decode, decode_bytes, decode_pairs, load_masked, scales, split_pairs
 from dejavu_ds.kernels.tiles import dot
 
 _WORD = tl.constexpr(WORD)
@@ -52,88 +52,151 @@ def _columns(x_ptrs, mask):
 
 
 @triton.jit
-def _load_x(x_ptrs, mask, HALF: tl.constexpr):
-    """16 elements from x_ptrs [n] on: with HALF 8 int32 of two each, else 16 of their dtype."""
+def join_all(parts, N: tl.constexpr):
+    """N tensors [n] of a tuple as [n, N], N a power of 2."""
+    LOG: tl.constexpr = N.bit_length() - 1
+    # The first to be joined is the highest bit of the place.
+    for step in tl.static_range(LOG):
+        joined = ()
+        for i in tl.static_range(N >> (step + 1)):
+            joined = joined + (tl.join(parts[i], parts[i + (N >> (step + 1))]),)
+        parts = joined
+    return tl.reshape(parts[0], (parts[0].shape[0], N))
+
+
+@triton.jit
+def _load_x(x_ptrs, mask, ASM: tl.constexpr):
+    """16 elements from x_ptrs [n] on: for a compiled lookup 8 int32 of two each, else 16 of their dtype."""
     out = ()
-    if HALF:
-        x_ptrs = x_ptrs.to(tl.pointer_type(tl.int32))
-        out = _columns(x_ptrs, mask) + _columns(x_ptrs + 4, mask)
-    else:
+    if ASM == "":
         WIDTH: tl.constexpr = 16 * 8 // x_ptrs.dtype.element_ty.primitive_bitwidth
         for first in tl.static_range(0, _WORD, WIDTH):
             out = out + _columns(x_ptrs + first, mask)
+    else:
+        x_ptrs = x_ptrs.to(tl.pointer_type(tl.int32))
+        out = _columns(x_ptrs, mask) + _columns(x_ptrs + 4, mask)
     return out
 
 
 @triton.jit
-def _sum_word(w, x, HALF: tl.constexpr):
-    """Sum over a word's elements, w from `decode_pairs` or `decode`, times x from `_load_x`: [n] fp32."""
+def _sum_word(q, x, table, dtype: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Sums over the elements of words q [n], without their scales, times x of each token from `_load_x`: [n] fp32."""
+    out = ()
     if HALF:
-        y = tl.inline_asm_elementwise(
-            _DOT_ASM, "=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        w = decode_pairs(q, table)
+        for b in tl.static_range(len(x)):
+            v = x[b]
+            y = tl.inline_asm_elementwise(
+                _DOT_ASM, "=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]],
+                dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+            out = out + (y,)
     else:
-        y = w[0] * x[0].to(tl.float32)
-        for i in tl.static_range(1, _WORD):
-            y += w[i] * x[i].to(tl.float32)
-    return y
+        w = decode(q, table, ASM)
+        for b in tl.static_range(len(x)):
+            y = tl.zeros(q.shape, dtype=tl.float32)
+            if ASM == "":
+                for i in tl.static_range(_WORD):
+                    y += w[i] * x[b][i].to(tl.float32)
+            else:
+                for i in tl.static_range(_WORD // 2):
+                    if dtype == tl.float16:
+                        low, high = split_pairs(x[b][i])
+                    else:
+                        low = (x[b][i] << 16).to(tl.float32, bitcast=True)
+                        high = (x[b][i] & -65536).to(tl.float32, bitcast=True)
+                    y += w[2 * i] * low
+                    y += w[2 * i + 1] * high
+            out = out + (y,)
+    return out
 
 
 @triton.jit
-def packed_rows_times_tokens(
-    x_ptr, first_x, tokens, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, w_rows,
+def load_tokens(
+    x_ptr, first_x, tokens,
     D: tl.constexpr,
-    BLOCKSIZE: tl.constexpr,
     BLOCK_X: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_X, BLOCK_W] fp32: tokens first_x .. of x [tokens, D] times the packed rows in a tuple, by multiply-adds.
+    """Tokens first_x .. of x [tokens, D], a word of each of their tiles of BLOCK_D elements a thread.
 
-    Rows are tensors of one dimension, a word a thread, so that all that belongs together lies in one layout: a word,
-    its scale and the 16 elements of x, which serve all rows. Words are summed at once, with HALF in half precision;
-    across threads the sum is made once at the end. Unrolled, so that the loads of several tiles are in flight at once.
+    A tuple by tiles, tokens, and what `_load_x` gives. It stays in registers while a program walks over rows.
     """
-    WORDS: tl.constexpr = D // _WORD
     BLOCK: tl.constexpr = BLOCK_D // _WORD
-    acc = ()
-    for _ in tl.static_range(BLOCK_X * BLOCK_W):
-        acc = acc + (tl.zeros((BLOCK,), dtype=tl.float32),)
-    for d in tl.static_range(0, WORDS, BLOCK):
+    out = ()
+    for d in tl.static_range(0, D // _WORD, BLOCK):
         offs = d + tl.arange(0, BLOCK)
         mask = None
-        if WORDS % BLOCK != 0:
-            mask = offs < WORDS
+        if (D // _WORD) % BLOCK != 0:
+            mask = offs < D // _WORD
         x = ()
         for b in tl.static_range(BLOCK_X):
             token = tl.minimum(first_x + b, tokens - 1) if BLOCK_X > 1 else first_x
-            x = x + (_load_x(x_ptr + token * D + offs * _WORD, mask, HALF),)
-        new = ()
-        for r in tl.static_range(BLOCK_W):
-            # Weights pass through the L1 cache, x stays in it.
-            w_ptrs = w_ptr + w_rows[r] * WORDS + offs
-            if mask is None:
-                q = tl.load(w_ptrs, eviction_policy="evict_first")
-            else:
-                q = tl.load(w_ptrs, mask=mask, other=0, eviction_policy="evict_first")
-            flat = w_rows[r] * (D // BLOCKSIZE) + offs // (BLOCKSIZE // _WORD)
-            absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask)
-            w = decode_pairs(q, table, ASM) if HALF else decode(q, table, ASM)
+            x = x + (_load_x(x_ptr + token * D + offs * _WORD, mask, ASM),)
+        out = out + (x,)
+    return out
+
+
+@triton.jit
+def load_rows(
+    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, ends,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Words and scales of BLOCK_W packed rows, numbers in a tuple, of each as many words as `ends` says.
+
+    Two tuples by rows and tiles. Scales beyond the end are zero, words there anything. All tensors have one dimension,
+    a word a thread, so that all that belongs together lies in one layout.
+    """
+    WORDS: tl.constexpr = D // _WORD
+    BLOCK: tl.constexpr = BLOCK_D // _WORD
+    q, absmax = (), ()
+    offs = tl.arange(0, BLOCK)
+    for r in tl.static_range(BLOCK_W):
+        # In 64 bits, and added last: one multiply-add to a pointer, and a constant from tile to tile.
+        row = rows[r].to(tl.int64)
+        for d in tl.static_range(0, WORDS, BLOCK):
+            # The end of a row, or its beginning if nothing is wanted, so that whole tiles share one mask.
+            mask = (offs if WORDS % BLOCK == 0 else offs + d) < ends[r]
+            # Weights pass through the L1 cache.
+            q = q + (tl.load(w_ptr + offs + (row * WORDS + d), mask=mask, eviction_policy="evict_first"),)
+            column = (offs + d % (BLOCKSIZE // 16)) // (BLOCKSIZE // 16)
+            first = row * (D // BLOCKSIZE) + d // (BLOCKSIZE // 16)
+            absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask),)
+    return q, absmax
+
+
+@triton.jit
+def sum_rows(
+    q, absmax, x, table,
+    dtype: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_X, BLOCK_W] fp32: tokens x from `load_tokens` times rows q, absmax from `load_rows`, by multiply-adds.
+
+    Words are summed at once, with HALF in half precision; across threads the sum is made once for all rows.
+    """
+    TILES: tl.constexpr = len(x)
+    sums = ()
+    for r in tl.static_range(BLOCK_W):
+        acc = ()
+        for d in tl.static_range(TILES):
+            part = _sum_word(q[r * TILES + d], x[d], table, dtype, HALF, ASM)
+            new = ()
             for b in tl.static_range(BLOCK_X):
-                new = new + (acc[r * BLOCK_X + b] + _sum_word(w, x[b], HALF) * absmax,)
-        acc = new
-    offs_x = tl.arange(0, BLOCK_X)
-    y = tl.zeros((BLOCK_X, BLOCK_W), dtype=tl.float32)
-    for b in tl.static_range(BLOCK_X):
-        sums = ()
-        for r in tl.static_range(BLOCK_W):
-            sums = sums + (tl.sum(acc[r * BLOCK_X + b], axis=0),)
-        y = tl.where((offs_x == b)[:, None], stack(sums, BLOCK_W)[None, :], y)
-    return y
+                term = part[b] * absmax[r * TILES + d]
+                new = new + (acc[b] + term if d > 0 else term,)
+            acc = new
+        sums = sums + acc
+    y = tl.sum(join_all(sums, BLOCK_W * BLOCK_X), axis=0)
+    return tl.trans(tl.reshape(y, (BLOCK_W, BLOCK_X)))
 
 
 @triton.jit
@@ -157,8 +220,8 @@ def packed_rows_dot(
     for block in tl.range(0, D // BLOCKSIZE, num_stages=STAGES):
         offs_p = block * BYTES + tl.arange(0, BYTES)
         p = tl.load(w_ptr + w_row[:, None] * (D // 2) + offs_p[None, :], mask=mask_w[:, None], other=0)
-        flat = w_row * (D // BLOCKSIZE) + block
-        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask_w)
+        first = w_row * (D // BLOCKSIZE)
+        absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, block, first, mask_w)
         offs_d = block * BLOCKSIZE + tl.arange(0, BLOCKSIZE)
         x = tl.load(x_ptr + x_row[:, None] * D + offs_d[None, :], mask=mask_x[:, None], other=0.0)
         even, odd = tl.split(tl.reshape(x, (BLOCK_X, BYTES, 2)))

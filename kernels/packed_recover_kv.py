@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.nibbles import load_table, lookup_of, offset_of
+from dejavu_ds.kernels.nibbles import byte_table, lookup_of, offset_of
 from dejavu_ds.kernels.packed_products import packed_rows_dot
 from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.kernels.recover_kv import check_recover, due_heads
@@ -108,7 +108,7 @@ def _packed_recover_kv_kernel(
     heads = tl.arange(0, BLOCK_HEADS)
     t = tl.load(position_ptr)
     offset = offset_of(absmax_offset_ptr)
-    table = load_table(table_ptr, tl.arange(0, BLOCKSIZE // 2)[None, :], ASM)
+    table = byte_table(table_ptr, tl.arange(0, BLOCKSIZE // 2)[None, :], ASM)
     for j in range(tl.program_id(1), heads_due, tl.num_programs(1)):
         head = tl.sum(tl.where(place == j, heads, 0), axis=0).to(tl.int64)
         first = tl.sum(tl.where(place == j, watermark, 0), axis=0)
@@ -145,7 +145,7 @@ def packed_recover_kv(
     check_recover(inputs, w, b, selected, watermark, position, k_cache, v_cache, window)
     B, R, D = inputs.shape
     H, _, head_dim, _ = w.shape
-    tiles, lookup = triton.cdiv(2 * head_dim, _BLOCK_R), lookup_of(w, inputs.dtype)
+    tiles, lookup = triton.cdiv(2 * head_dim, _BLOCK_R), lookup_of(w, inputs.dtype, dot=True)
     _packed_recover_kv_kernel[(tiles, max(1, min(H, _PROGRAMS // tiles)))](
         inputs, *w.pointers(), lookup.table, b, selected.view(torch.uint8), watermark, position, k_cache, v_cache,
         B, H, R, k_cache.shape[2], window,
@@ -157,7 +157,7 @@ def packed_recover_kv(
         FEW=_FEW,
         MANY=_MANY,
         STAGES=_STAGES,
-        ASM=lookup.bytes,
+        ASM=lookup.asm,
         num_warps=_WARPS,
         **launch_options(),
     )  # fmt: skip

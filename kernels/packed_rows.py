@@ -39,8 +39,8 @@ def _packed_tile_kernel(
     row = first_row + tl.program_id(0).to(tl.int64)
     byte = first_byte + offs
     p = tl.load(w_ptr.to(tl.pointer_type(tl.uint8)) + row * (D // 2) + byte, mask=mask, other=0)
-    flat = row * (D // BLOCKSIZE) + byte // (BLOCKSIZE // 2)
-    absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, flat, mask)
+    first = row * (D // BLOCKSIZE)
+    absmax = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, byte // (BLOCKSIZE // 2), first, mask)
     high, low = decode_bytes(p, (code_ptr,), tl.float32, "")
     values = tl.reshape(tl.join(high * absmax, low * absmax), (2 * BLOCK,))
     offs = 2 * tl.program_id(1) * BLOCK + tl.arange(0, 2 * BLOCK)

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from dejavu_ds.kernels.configs import Config, config_for
 from dejavu_ds.kernels.gather_up_proj import check_gather
-from dejavu_ds.kernels.nibbles import load_table, lookup_of, offset_of
-from dejavu_ds.kernels.packed_products import packed_rows_dot, packed_rows_times_tokens, stack
+from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, word_table
+from dejavu_ds.kernels.packed_products import load_rows, load_tokens, packed_rows_dot, stack, sum_rows
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, launch_options
 
@@ -82,6 +82,76 @@ def _store_qkv(
     tl.store(v_ptr + place, y, mask=mask & (part == 2)[None, :])
 
 
+@triton.jit
+def _bias(b_ptr, unit, offs_n, mask_n, GROUP: tl.constexpr):
+    """Of such rows, [1, BLOCK_N] fp32."""
+    if b_ptr is None:
+        return 0.0
+    else:
+        row = unit.to(tl.int64) * GROUP + offs_n % GROUP
+        return tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store(
+    y, bias, y_ptr, k_ptr, v_ptr, position_ptr, stride_y_b, H, T, token, mask_b, offs_n, mask_n, unit, ours,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    RELU: tl.constexpr,
+):  # fmt: skip
+    """Finish y [BLOCK_B, BLOCK_N], places offs_n of the list's rows, of units `unit`, and store it."""
+    y += bias
+    if RELU:
+        y = tl.where(y < 0.0, 0.0, y)  # not maximum(): a NaN must stay one
+    y = y.to(y_ptr.dtype.element_ty)
+    if HEAD_DIM > 0:
+        t = tl.load(position_ptr)
+        cap = stride_y_b // GROUP
+        _store_qkv(y, y_ptr, k_ptr, v_ptr, token, mask_b, offs_n, unit, ours, t, cap, H, T, GROUP, HEAD_DIM)
+    else:
+        y_ptrs = y_ptr + token[:, None] * stride_y_b + offs_n[None, :]
+        tl.store(y_ptrs, y, mask=mask_b[:, None] & mask_n[None, :])
+
+
+@triton.jit
+def _ends(
+    units, first, rows, watermark_ptr, position_ptr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """How many words to load of the rows at places first .. first + BLOCK_N - 1, a tuple of numbers: all or none."""
+    ends = ()
+    for r in tl.static_range(BLOCK_N):
+        place = first + r
+        ours = place < rows
+        if watermark_ptr is not None:
+            # Beyond the count there is no unit's number.
+            of_now = tl.load(watermark_ptr + units[r], mask=ours, other=0) >= tl.load(position_ptr)
+            ours = ours & (of_now | (place % GROUP < HEAD_DIM))
+        ends = ends + (tl.where(ours, D // 16, 0),)
+    return ends
+
+
+@triton.jit
+def _load_block(
+    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, ends,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` of such places."""
+    rows = ()
+    for r in tl.static_range(BLOCK_N):
+        rows = rows + (units[r] * GROUP + (first + r) % GROUP,)
+    return load_rows(
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, ends, D, BLOCKSIZE, BLOCK_N, BLOCK_D
+    )
+
+
 # B and the capacities are not specialised: another batch must not compile again.
 @triton.jit(do_not_specialize=["B", "stride_y_b", "H", "T"])
 def _packed_up_proj_kernel(
@@ -96,71 +166,106 @@ def _packed_up_proj_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DOT: tl.constexpr,
     HALF: tl.constexpr,
-    STAGES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BYTES: tl.constexpr,
+    ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """By multiply-adds.
+
+    Programs walk over the rows. While those of a block are multiplied the words of the next one are on their way, and
+    what says where those after lie.
+    """
+    fill_table(table_ptr, ASM)
+    await_inputs(EARLY)
+    table = word_table(table_ptr, tl.arange(0, BLOCK_D // 16), ASM)
+    step = tl.num_programs(0) * BLOCK_N
+    first = tl.program_id(0) * BLOCK_N
+    cap = stride_y_b // GROUP
+    # The first units are asked for at the same time as the count.
+    units = units_of(idx_ptr, first, cap, GROUP, BLOCK_N, False)
+    next_units = units_of(idx_ptr, first + step, cap, GROUP, BLOCK_N, False)
+    rows = tl.load(count_ptr) * GROUP
+    offset = offset_of(absmax_offset_ptr)
+    first_b = tl.program_id(1).to(tl.int64) * BLOCK_B
+    token = first_b + tl.arange(0, BLOCK_B)
+    x = load_tokens(x_ptr, first_b, B, D, BLOCK_B, BLOCK_D, ASM)
+    ends = _ends(units, first, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
+    q, absmax = _load_block(
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, ends,
+        D, BLOCKSIZE, GROUP, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    next_ends = _ends(next_units, first + step, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
+    for first in range(tl.program_id(0) * BLOCK_N, rows, step):
+        next_q, next_absmax = _load_block(
+            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, first + step, next_ends,
+            D, BLOCKSIZE, GROUP, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        after = first + 2 * step
+        after_units = units_of(idx_ptr, after, cap, GROUP, BLOCK_N, False)
+        offs_n = first + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < rows
+        unit = tl.where(mask_n, stack(units, BLOCK_N), 0)
+        bias = _bias(b_ptr, unit, offs_n, mask_n, GROUP)
+        # Loads do not pass a barrier. Else they would be put off to where their registers are free, after the products.
+        tl.debug_barrier()
+        ours = stack(ends, BLOCK_N) > 0
+        if watermark_ptr is None or tl.max(ours.to(tl.int32), axis=0) > 0:
+            y = sum_rows(q, absmax, x, table, x_ptr.dtype.element_ty, BLOCK_B, BLOCK_N, HALF, ASM)
+            _store(
+                y, bias, y_ptr, k_ptr, v_ptr, position_ptr, stride_y_b, H, T, token, token < B, offs_n, mask_n, unit,
+                ours, GROUP, HEAD_DIM, RELU,
+            )  # fmt: skip
+        q, absmax, units, ends, next_units = next_q, next_absmax, next_units, next_ends, after_units
+        next_ends = _ends(next_units, after, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["B", "stride_y_b", "H", "T"])
+def _packed_up_proj_dot_kernel(
+    x_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr,
+    b_ptr, idx_ptr, count_ptr, y_ptr, k_ptr, v_ptr, position_ptr, watermark_ptr,
+    B, stride_y_b, H, T,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    RELU: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """By tensor cores."""
     await_inputs(EARLY)
     rows = tl.load(count_ptr) * GROUP
     offset = offset_of(absmax_offset_ptr)
-    if DOT:
-        table = load_table(table_ptr, tl.arange(0, BLOCKSIZE // 2)[None, :], BYTES)
-    else:
-        table = load_table(table_ptr, tl.arange(0, BLOCK_D // 16), PAIRS)
+    table = byte_table(table_ptr, tl.arange(0, BLOCKSIZE // 2)[None, :], ASM)
     # The units of a block are asked for a block ahead, the first ones' at the same time as the count.
     cap = stride_y_b // GROUP
-    next_units = units_of(idx_ptr, tl.program_id(0) * BLOCK_N, cap, GROUP, BLOCK_N, DOT)
-    first_b = tl.program_id(1).to(tl.int64) * BLOCK_B
-    token = first_b + tl.arange(0, BLOCK_B)
+    (next_units,) = units_of(idx_ptr, tl.program_id(0) * BLOCK_N, cap, GROUP, BLOCK_N, True)
+    token = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = token < B
-
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
         first = block * BLOCK_N
         offs_n = first + tl.arange(0, BLOCK_N)
         mask_n = offs_n < rows
-        units = next_units
-        next_units = units_of(idx_ptr, first + tl.num_programs(0) * BLOCK_N, cap, GROUP, BLOCK_N, DOT)
-        unit_n = tl.where(mask_n, units[0] if DOT else stack(units, BLOCK_N), 0)
+        unit = tl.where(mask_n, next_units, 0)
+        (next_units,) = units_of(idx_ptr, first + tl.num_programs(0) * BLOCK_N, cap, GROUP, BLOCK_N, True)
         ours = mask_n
         if watermark_ptr is not None:
-            of_now = tl.load(watermark_ptr + unit_n) >= tl.load(position_ptr)
+            of_now = tl.load(watermark_ptr + unit) >= tl.load(position_ptr)
             ours = mask_n & (of_now | (offs_n % GROUP < HEAD_DIM))
         if tl.max(ours.to(tl.int32), axis=0) > 0:
-            if DOT:
-                row = unit_n.to(tl.int64) * GROUP + offs_n % GROUP
-                y = packed_rows_dot(
-                    x_ptr, token, mask_b, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, row,
-                    ours, D, BLOCKSIZE, BLOCK_B, BLOCK_N, STAGES, BYTES,
-                )  # fmt: skip
-                bias_row = row
-            else:
-                rows_of_block = ()
-                for r in tl.static_range(BLOCK_N):
-                    # Beyond the count the first row stands in: it is there, and in the cache.
-                    place, unit = first, units[0]
-                    if r > 0:
-                        place = tl.where(first + r < rows, first + r, first)
-                        unit = tl.where(first + r < rows, units[r], units[0])
-                    rows_of_block = rows_of_block + (unit * GROUP + place % GROUP,)
-                y = packed_rows_times_tokens(
-                    x_ptr, first_b, B, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table,
-                    rows_of_block, D, BLOCKSIZE, BLOCK_B, BLOCK_N, BLOCK_D, HALF, PAIRS,
-                )  # fmt: skip
-                bias_row = stack(rows_of_block, BLOCK_N)
-            if b_ptr is not None:
-                y += tl.load(b_ptr + bias_row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-            if RELU:
-                y = tl.where(y < 0.0, 0.0, y)  # not maximum(): a NaN must stay one
-            y = y.to(y_ptr.dtype.element_ty)
-            if HEAD_DIM > 0:
-                t = tl.load(position_ptr)
-                _store_qkv(y, y_ptr, k_ptr, v_ptr, token, mask_b, offs_n, unit_n, ours, t, cap, H, T, GROUP, HEAD_DIM)
-            else:
-                y_ptrs = y_ptr + token[:, None] * stride_y_b + offs_n[None, :]
-                tl.store(y_ptrs, y, mask=mask_b[:, None] & mask_n[None, :])
+            row = unit.to(tl.int64) * GROUP + offs_n % GROUP
+            y = packed_rows_dot(
+                x_ptr, token, mask_b, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, row,
+                ours, D, BLOCKSIZE, BLOCK_B, BLOCK_N, STAGES, ASM,
+            )  # fmt: skip
+            bias = _bias(b_ptr, unit, offs_n, mask_n, GROUP)
+            _store(
+                y, bias, y_ptr, k_ptr, v_ptr, position_ptr, stride_y_b, H, T, token, mask_b, offs_n, mask_n, unit,
+                ours, GROUP, HEAD_DIM, RELU,
+            )  # fmt: skip
 
 
 def packed_up_proj(
@@ -214,9 +319,16 @@ def packed_up_rows(
     head_dim = 0 if caches is None else group // 3
     shape = (B, rows_cap) if caches is None else (B, idx.numel(), head_dim)
     y = torch.empty(shape, device=x.device, dtype=x.dtype)
-    lookup = lookup_of(w, x.dtype)
+    lookup = lookup_of(w, x.dtype, c.dot)
     grid = (min(triton.cdiv(rows_cap, c.block_n), c.programs), triton.cdiv(B, c.block_b))
-    _packed_up_proj_kernel[grid](
+    if c.dot:
+        kernel, own = _packed_up_proj_dot_kernel, {"STAGES": c.stages}
+    else:
+        kernel, own = (
+            _packed_up_proj_kernel,
+            {"BLOCK_D": c.block_d, "HALF": c.half and lookup.asm != "" and x.dtype == torch.float16},
+        )
+    kernel[grid](
         x, *w.pointers(), lookup.table, b, idx, count, y, *(caches or (None,) * 4),
         B, rows_cap, *((0, 0) if caches is None else caches.k.shape[1:3]),
         D=D,
@@ -226,13 +338,9 @@ def packed_up_rows(
         RELU=relu,
         BLOCK_B=c.block_b,
         BLOCK_N=c.block_n,
-        BLOCK_D=c.block_d,
-        DOT=c.dot,
-        HALF=c.half and lookup.pairs != "" and x.dtype == torch.float16,
-        STAGES=c.stages,
-        PAIRS=lookup.pairs,
-        BYTES=lookup.bytes,
+        ASM=lookup.asm,
         num_warps=c.warps,
+        **own,
         **launch_options(),
     )  # fmt: skip
     return y

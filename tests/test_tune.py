@@ -9,7 +9,16 @@ from dejavu_ds.bench import tune
 from dejavu_ds.bench.layer import Layer
 from dejavu_ds.bench.shapes import parse_local_shape
 from dejavu_ds.kernels import configs
-from dejavu_ds.kernels.configs import KERNELS, SUMMED_PARTS, WHOLE_ROWS, Config, read_tuned, rows_at_once, token_block
+from dejavu_ds.kernels.configs import (
+    KERNELS,
+    PACKED,
+    SUMMED_PARTS,
+    WHOLE_ROWS,
+    Config,
+    read_tuned,
+    rows_at_once,
+    token_block,
+)
 
 TINY = "hidden=64,ffn=96,heads=4,layers=2,vocab=512,positions=128"
 
@@ -24,9 +33,12 @@ def layer_of(batch, device):
 @pytest.mark.parametrize("B", [1, 2, 4, 8, 16])
 def test_candidates(kernel, B, D):
     found = list(tune.candidates(kernel, B, D))
-    assert 5 <= len(found) <= 48 and len(set(found)) == len(found)
+    assert 4 <= len(found) <= 48 and len(set(found)) == len(found)
     for config in found:
-        assert D % config.block_d == 0 and (config.block_b, config.dot) == token_block(B)
+        # Packed rows are walked by a program as they are; a last tile may be masked in part.
+        spare = -D % config.block_d
+        assert spare == 0 or (kernel in PACKED and kernel in WHOLE_ROWS and spare <= 0.34 * D)
+        assert (config.block_b, config.dot) == token_block(B)
         if config.dot:
             assert config.block_n >= 16
         elif kernel in WHOLE_ROWS:

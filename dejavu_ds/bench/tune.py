@@ -69,14 +69,20 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
         for n, stages, programs in itertools.product((32, 64, 128), (2, 3, 4), (264, 528)):
             yield Config(block_b, n, 64, True, stages, 4, programs)
     elif kernel in WHOLE_ROWS:
-        for n, warps, programs in itertools.product((1, 2, 4), (1, 2, 4, 8), (1056, 2112, 4096)):
+        for n, warps, programs in itertools.product((1, 2, 4), (2, 4, 8, 16), (132, 264, 396, 528)):
             d = 32 * warps * WORD
-            if D % d == 0 and n * block_b <= 4:
+            tiles = -(-D // d)
+            # Registers for words of x, and for those of the rows that are multiplied and of the next, with scales. A
+            # last tile that is not full costs its time all the same.
+            if tiles * d <= 1.34 * D and tiles * (8 * block_b + 6 * n) <= 128 and n * block_b <= 4:
                 yield Config(block_b, n, d, False, 1, warps, programs, True)
     else:
-        for d, warps, steps, programs in itertools.product((64, 128, 256, 512), (4, 8), (1, 2, 4, 8), (528, 1056)):
-            if D % d == 0 and 2 <= steps * block_b <= 8:
-                yield Config(block_b, steps * 32 * warps * WORD // d, d, False, 1, warps, programs)
+        # The sums of all warps, 4 * warps * d bytes, and the table of 32 KB have 48 KB of shared memory.
+        wide = 2 if block_b == 1 else 1
+        for d, warps, steps in itertools.product((128, 256, 512), (4, 8), (1, 2, 4, 8)):
+            fits = D % d == 0 and 2 <= steps * wide * block_b <= 8
+            for programs in sorted({396, SUMMED_PARTS * D // d}) if fits else ():
+                yield Config(block_b, steps * 32 * warps * WORD * wide // d, d, False, 1, warps, programs, wide=wide)
 
 
 def calls(

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from dejavu_ds.kernels import nibbles, packed_products
-from dejavu_ds.kernels.nibbles import permute_lookup
+from dejavu_ds.kernels.nibbles import pairs_table, permute_lookup
 from dejavu_ds.quantize import bitsandbytes_functional
 
 MASK = 0xFFFFFFFF
+# Where the table is in shared memory: anywhere, in whole entries.
+BASE = 3 * 128
 
 
 @pytest.fixture(params=["nf4", "fp4"])
@@ -43,12 +45,20 @@ def fused(a, b, c):
     return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float16)
 
 
+def dot_of_bytes(a: int, b: int, c: int) -> int:
+    return sum((a >> i & 255) * (b >> i & 255) for i in range(0, 32, 8)) + c
+
+
 OPERATIONS = {
     "mov.b32": lambda a: a,
     "mov.f32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "add.u32": lambda a, b: a + b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
     "xor.b32": lambda a, b: a ^ b,
     "shr.u32": lambda a, b: a >> b,
     "prmt.b32": permute,
+    "dp4a.u32.u32": dot_of_bytes,
     "sub.rn.f16x2": lambda a, b: bits_of(halves(a) - halves(b)),
     "add.rn.f16x2": lambda a, b: bits_of(halves(a) + halves(b)),
     "mul.rn.f16x2": lambda a, b: bits_of(halves(a) * halves(b)),
@@ -61,9 +71,13 @@ OPERATIONS = {
 }
 
 
-def run(asm: str, outputs: int, *inputs) -> list:
-    """What the outputs $0 .. hold at the end; inputs $outputs .. are bit patterns, or numbers for those in fp32."""
-    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)} | {"0f00000000": 0.0}
+def run(asm: str, outputs: int, *inputs, shared: dict[int, int] | None = None) -> list:
+    """What the outputs $0 .. hold at the end; inputs $outputs .. are bit patterns, or numbers for those in fp32.
+
+    shared  registers of 32 bits in shared memory, by address
+    """
+    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+    registers |= {"0f00000000": 0.0, "nibble_pairs": BASE}
 
     def value(name: str):
         return registers[name] if name in registers else int(name, 0)
@@ -78,6 +92,13 @@ def run(asm: str, outputs: int, *inputs) -> list:
             continue
         name, _, rest = statement.partition(" ")
         target, *sources = re.findall(r"\{[^}]*\}|[^\s,]+", rest)
+        if name == "ld.shared.b32":
+            registers[target] = shared[value(sources[0].strip("[]"))]
+            continue
+        if name == "st.shared.v4.b32":
+            for i, source in enumerate(re.findall(r"\$\d+", sources[0])):
+                shared[value(target.strip("[]")) + 4 * i] = value(source)
+            continue
         if target.startswith("{"):  # into its parts
             parts, bits = re.findall(r"\w+", target), int(name[-2:]) // 2
             for i, part in enumerate(parts):
@@ -99,14 +120,51 @@ def table(lookup) -> list[int]:
     return [value & MASK for value in lookup.table[::8].tolist()]
 
 
+@pytest.fixture
+def shared(code) -> dict[int, int]:
+    """Shared memory after all of the stores that fill the table."""
+    memory, pairs = {}, pairs_table(code, "cpu").tolist()
+    for i in range(2048):
+        run(nibbles._FILL_ASM.value, 1, 16 * i, pairs[i // 8] & MASK, shared=memory)
+    return memory
+
+
 def random_codes(seed: int) -> list[int]:
     return torch.randint(0, 16, (16,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def test_the_table_is_the_code_in_fp16_by_bytes(code):
+    pairs = pairs_table(code, "cpu")
+    assert pairs.dtype == torch.int32 and pairs.shape == (256,)
+    for byte, pair in enumerate(pairs.tolist()):
+        # The first element is the high nibble, and in the low half.
+        assert halves(pair & MASK).tolist() == np.float16([code[byte >> 4], code[byte & 15]]).tolist()
+
+
+def test_every_lane_reads_its_own_bank(code, shared):
+    """An entry is 128 bytes, all the same; a lane's copies, wherever its bytes lead it, are in one bank of 4 bytes."""
+    pairs = [pair & MASK for pair in pairs_table(code, "cpu").tolist()]
+    assert shared == {BASE + 4 * i: pairs[i // 32] for i in range(32 * 256)}
+    reads = []
+
+    class Watched(dict):
+        def __getitem__(self, address):
+            reads.append(address)
+            return super().__getitem__(address)
+
+    for lane in range(32):
+        run(nibbles._PAIRS_ASM.value, 8, word(random_codes(lane)), lane_of(lane), shared=Watched(shared))
+        assert {address % 128 for address in reads[8 * lane :]} == {4 * lane}
+
+
+def lane_of(lane: int) -> int:
+    return run(nibbles._LANE_ASM.value.replace("%laneid", str(lane)), 1, 0)[0]
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_pairs_are_the_code_in_fp16(seed, code):
-    lookup, codes = permute_lookup(code, "cpu"), random_codes(seed)
-    pairs = run(lookup.pairs, 8, word(codes), *table(lookup))
+def test_pairs_are_the_code_in_fp16(seed, code, shared):
+    codes = random_codes(seed)
+    pairs = run(nibbles._PAIRS_ASM.value, 8, word(codes), lane_of(4 * seed), shared=shared)
     assert np.concatenate([halves(pair) for pair in pairs]).tolist() == np.float16([code[c] for c in codes]).tolist()
 
 
@@ -116,22 +174,22 @@ def test_bytes_are_high_and_low_nibbles(code):
         codes = [high, low, low, high, 15 - high, low, high, 15 - low]
         packed = word(codes + [0] * 8) & MASK
         # Triton gives an argument of 32 bits once for each of the four bytes.
-        outs = run(lookup.bytes, 4, packed, *(value for value in table(lookup) for _ in range(4)))
+        outs = run(lookup.asm, 4, packed, *(value for value in table(lookup) for _ in range(4)))
         values = np.concatenate([halves(out) for out in outs]).tolist()
         assert values == np.float16([code[c] for c in codes[::2] + codes[1::2]]).tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_word_added(seed, code):
-    lookup, codes = permute_lookup(code, "cpu"), random_codes(seed)
+def test_a_word_added(seed, code, shared):
+    codes, lane = random_codes(seed), lane_of(seed)
     before, factor = [float(i) for i in range(16)], 0.375
     expected = [b + factor * float(np.float16(code[c])) for b, c in zip(before, codes, strict=True)]
-    assert run(lookup.add, 16, word(codes), factor, *table(lookup), *before) == expected
-    assert run(lookup.add, 16, word(codes), 0.0, *table(lookup), *before) == before
+    assert run(nibbles._ADD_ASM.value, 16, word(codes), factor, lane, *before, shared=shared) == expected
+    assert run(nibbles._ADD_ASM.value, 16, word(codes), 0.0, lane, *before) == before
     pairs = [bits_of(np.float16(before[i : i + 2])) for i in range(0, 16, 2)]
-    after = run(lookup.add_half, 8, word(codes), factor, *table(lookup), *pairs)
+    after = run(nibbles._ADD_HALF_ASM.value, 8, word(codes), factor, lane, *pairs, shared=shared)
     assert np.concatenate([halves(pair) for pair in after]).tolist() == np.float16(expected).tolist()
-    assert run(lookup.add_half, 8, word(codes), 0.0, *table(lookup), *pairs) == pairs
+    assert run(nibbles._ADD_HALF_ASM.value, 8, word(codes), 0.0, lane, *pairs) == pairs
 
 
 def test_a_word_times_x():

@@ -217,7 +217,8 @@ def test_what_stands_beyond_the_count(group, cap, counts, B, programs, device):
         op = over_packed(partial(packed_up_proj, config=tiny(B, 2, 32, programs)), case, NF4)
         check_beyond(op, case, lambda y, end=count * group: y[:, :end])
         case = make_down(B, 64, 12, count, group, True, torch.float16, device, cap=cap)
-        op = over_packed(partial(packed_down_proj, config=tiny(B, 8, 32, programs)), case, NF4)
+        config = tiny(B, 8, 32, programs)._replace(wide=programs // 2 + 1)
+        op = over_packed(partial(packed_down_proj, config=config), case, NF4)
         check_beyond(op, case, lambda y: y)
 
 
@@ -270,7 +271,7 @@ def run_case(seed: int, device: str) -> None:
     case = make_down(B, D, 4 * units, count, group, skip, dtype, device, cap=4 * units if config.nested else cap)
     if config.nested:
         case["w"].nan_to_num_(0.5)
-    given = rng.choice((None, tiny(B, rng.choice((8, 16)), 64, 9)))
+    given = rng.choice((None, tiny(B, rng.choice((8, 16)), 64, 9)._replace(wide=rng.choice((1, 2)))))
     op = over_packed(partial(packed_down_proj, config=given), case, config, exactly=True)
     return check_down(op, case, *rounded_of("triton", dtype, B))
 

@@ -80,7 +80,7 @@ def init_inference(
     Raises:
         ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong.
         NonFiniteError: a ValueError, later: weights that are NaN or infinite in this dtype; on every rank, whichever
-            read them.
+            has found them.
     """
     ds_config = merge_config(config, kwargs)
     if not isinstance(model, str | os.PathLike | PreTrainedModel):

@@ -399,6 +399,13 @@ def test_python_of_the_readme_runs(capsys):
     assert "The king sat down and" in out and "mlp_density=" in out
 
 
+@pytest.mark.parametrize("page", ["evaluation.md", "quantization.md"])
+def test_python_of_the_docs_runs(page, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile("\n".join(blocks), page, "exec"), {})
+    assert blocks and capsys.readouterr().out.count("Perplexity(value=") == {"evaluation.md": 3}.get(page, 0)
+
+
 def test_bundled_predictors_document_themselves():
     """What the model card says of them."""
     predictors = PredictorSet.from_pretrained(bundled_model() / "predictors")

@@ -140,6 +140,7 @@ class SparseBlock(nn.Module):
             after_attention, norm = self.attention_norm, Norm.of(self.mlp_norm)
             # The sum is made in place, and selectors may still be reading x on a stream of their own.
             hidden = x.clone()
+        # Starts the predictors that listen here, of this block or the next; attention.decode and mlp.decode join them.
         self.at_attention.begin(x, cache)
         x = self.attention.decode(x, hidden, layer, cache, Norm.of(after_attention))
         self.at_mlp.begin(x, cache)

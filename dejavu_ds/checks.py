@@ -115,6 +115,15 @@ def check_model(model: PreTrainedModel, policy: Policy, on_meta: bool = False) -
         raise ValueError(f"the weights of this {name} are on the meta device; load them first")
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """ValueError for a dtype in which the engine does not compute."""
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"dtype must be one of float32, float16, bfloat16, got {str(dtype).removeprefix('torch.')}; weights in "
+            "4 bits are quantize='nf4'"
+        )
+
+
 def check_quantize(config: QuantizeConfig, dtype: torch.dtype | None) -> None:
     """ValueError where weights cannot be packed so, before a weight is read.
 

@@ -19,7 +19,7 @@ from dejavu_ds.block import PerToken, SparseBlock
 from dejavu_ds.cache import DejaVuCache, LayerShape
 from dejavu_ds.checkpoint import Weights, open_checkpoint, return_freed_memory, tie
 from dejavu_ds.checks import (
-    DTYPES,
+    check_dtype,
     check_model,
     check_predictors,
     check_quantize,
@@ -80,7 +80,7 @@ def init_inference(
     Raises:
         ValueError, TypeError: before anything is replaced, on every rank alike, with the value that is wrong.
         NonFiniteError: a ValueError, later: weights that are NaN or infinite in this dtype; on every rank, whichever
-            read them.
+            has found them.
     """
     ds_config = merge_config(config, kwargs)
     if not isinstance(model, str | os.PathLike | PreTrainedModel):
@@ -100,13 +100,14 @@ def init_inference(
     asked_dtype = DeepSpeedInferenceConfig(dtype=dtype).dtype if dtype is not None else None
     if quantize is not None:
         check_quantize(quantize, asked_dtype)
+    if asked_dtype is not None:
+        check_dtype(asked_dtype)
     weights = None
     if not isinstance(model, PreTrainedModel):
         model, weights = open_checkpoint(model, asked_dtype)
     # pydantic refuses unknown keywords by name.
     ds_config = DeepSpeedInferenceConfig(dtype=dtype if dtype is not None else model.dtype, **ds_config)
-    if ds_config.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of float32, float16, bfloat16, got {ds_config.dtype}")
+    check_dtype(ds_config.dtype)
     policy = policy_for(model.config)
     check_model(model, policy, on_meta=weights is not None)
     if quantize is not None:
@@ -351,7 +352,10 @@ class DejaVuEngine(InferenceEngine):
         return self.runner.step(cache).clone()
 
     def _generate(self, *inputs: torch.Tensor, **kwargs: Any):
-        """`generate` as in transformers, greedy or sampled; see `dejavu_ds.generation`."""
+        """`generate` as in transformers, greedy or sampled; see `dejavu_ds.generation`.
+
+        DeepSpeed's constructor binds this as `engine.generate`.
+        """
         if kwargs.get("custom_generate") is not None:
             raise ValueError("custom_generate is taken by the engine's own loop and cannot be given")
         past = kwargs.pop("past_key_values", None)

@@ -26,7 +26,7 @@ _LONGEST_TEXT = 2048
 
 
 class NonFiniteError(ValueError):
-    """Weights or activations are NaN or infinite; the message names the layer."""
+    """Weights or activations are NaN or infinite; the message names the tensors, or the layer that gave them."""
 
 
 def finite(x: torch.Tensor) -> bool:

@@ -58,10 +58,12 @@ def fastest_way(
     if times[best] > (1 - _MARGIN) * times[frozenset()]:
         best = frozenset()
     if best and tp.rank == 0:
+        names = " and ".join("MLP" if unit == "mlp" else unit for unit in sorted(best))
         logger.warning(
-            "batch of %d: dense %s, since a step takes %.3f ms so and %.3f ms with everything sparse",
+            "batch of %d: %s %s dense: %.3f ms a step, %.3f ms sparse",
             cache.batch_size,
-            " and ".join(sorted(best)),
+            names,
+            "runs" if names == "MLP" else "run",
             times[best],
             times[frozenset()],
         )

@@ -106,15 +106,21 @@ def check_sum(folder: Path, expected: object) -> None:
     """
     if expected is None:
         return
-    path, digest = folder / WEIGHTS_FILE, hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASHED_AT_A_TIME):
-            digest.update(block)
-    if (found := digest.hexdigest()) != expected:
+    path = folder / WEIGHTS_FILE
+    if (found := sha256_of(path)) != expected:
         raise ValueError(
             f"{path} is not the file that was saved: its sha256 is {found}, {CONFIG_FILE} has {expected}; copy both "
             f"again or {WAY_OUT}"
         )
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+    """Of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_HASHED_AT_A_TIME):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def check_finite(tensors: dict[str, torch.Tensor]) -> None:

@@ -301,7 +301,8 @@ def run_tune(args) -> None:
     device = choose_device(args)
     if device.type != "cuda" or args.dtype == "fp32":
         raise ValueError(
-            f"what is tuned is kernels for 16-bit activations on a GPU, this would be {args.dtype} on {device.type}"
+            f"tune needs a GPU and --dtype fp16 or bf16; this is {args.dtype} on a "
+            f"{'GPU' if device.type == 'cuda' else 'CPU'}"
         )
     entries = tune(make_layers(args, device), args.kernels, args.steps, args.workers, say)
     write_tuned(entries, torch.cuda.get_device_name(device), Path(args.out))

@@ -217,8 +217,9 @@ def job(program: str) -> Iterator[None]:
         with reported_errors(program):
             yield
         leave_job()
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as error:
+        # One that a program raises itself says how to go on.
+        print(f"{program}: {str(error) or 'interrupted'}", file=sys.stderr, flush=True)
         # As `exit_with_error` does, and as a shell reports a signal.
         (os._exit if world_size() > 1 else sys.exit)(130)
     except Exception as error:

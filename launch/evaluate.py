@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import platform
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ from dejavu_ds.launch.common import (
     world_size,
 )
 from dejavu_ds.launch.generate import choose_predictors
-from dejavu_ds.resume import replace_file
 
 EPILOG = """\
 modes:
@@ -34,10 +32,23 @@ selections, for masked and decode; all at the layers' densities in the predictor
   oracle     a token's units that add most, looked up
   static     one set for all inputs: the units that add most on average on --calibration text
   random     drawn for every token afresh
-Densities in the table are those realised, over all layers; the one asked for is the mean over layers 1 and up.
+Densities in the table are those realised, the mean over all layers. Those asked for are means over layers 1 and up; "-"
+is the set's default, or dense.
 Files for --task-file hold one JSON object a line, {"context", "continuation"} or {"query", "choices", "gold"}.
 """
-COLUMNS = ("mode", "selection", "task", "metric", "value", "stderr", "mlp_density", "head_density", "tokens")
+COLUMNS = {
+    "mode": "mode",
+    "selection": "selection",
+    "asked_mlp_density": "asked MLP",
+    "asked_head_density": "asked head",
+    "task": "task",
+    "metric": "metric",
+    "value": "value",
+    "stderr": "stderr",
+    "mlp_density": "MLP density",
+    "head_density": "head density",
+    "tokens": "tokens",
+}
 
 
 def build_parser() -> Parser:
@@ -45,19 +56,36 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--model", help="folder or hub name of an OPT (default: the bundled trained 7 M model)")
     add("--predictors", help="folder or hub id of its predictors (default: those of the bundled model)")
-    add("--mode", nargs="+", choices=("dense", "masked", "decode"), default=["dense", "decode"])
-    add("--selection", nargs="+", choices=("predictor", "oracle", "static", "random"), default=["predictor"])
+    add(
+        "--mode",
+        nargs="+",
+        choices=("dense", "masked", "decode"),
+        default=["dense", "decode"],
+        help="how the text is run, see below (default: dense decode)",
+    )
+    add(
+        "--selection",
+        nargs="+",
+        choices=("predictor", "oracle", "static", "random"),
+        default=["predictor"],
+        help="what chooses heads and neurons, see below (default: predictor)",
+    )
     add("--mlp-density", nargs="+", type=share, default=[None], help="shares of neurons kept (default: the set's)")
     add("--head-density", nargs="+", type=share, default=[None], help="shares of heads kept (default: the set's)")
     add("--lookahead", choices=("half", "full", "none"), help="refuse predictors of another lookahead")
     add("--dense", action="store_true", help="no predictors, --mode dense alone")
-    add("--head-criterion", choices=("norm", "contribution"), default="norm", help="oracle and static rank heads by")
+    add(
+        "--head-criterion",
+        choices=("norm", "contribution"),
+        default="norm",
+        help="oracle and static rank heads by (default: %(default)s)",
+    )
     add("--calibration", help="text for the static selection: .jsonl or .txt")
     add("--calibration-windows", type=positive_int, default=64, help="spread over the text (default: %(default)s)")
     add("--match-realised", action="store_true", help="baselines at the densities the predictors realise on --data")
     add("--seed", type=int, default=0, help="of the random selection (default: %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
-    add("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: as stored)")
+    add("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: not packed)")
     what = parser.add_argument_group("what to measure, at least one")
     add = what.add_argument
     add("--data", help='text for perplexity: .jsonl with "text" fields, or .txt')
@@ -68,6 +96,7 @@ def build_parser() -> Parser:
     add("--num-fewshot", type=natural, help="examples in a task's prompt (default: the task's own, or none)")
     add("--limit", type=positive_int, help="use only the first so many items of a task (default: all)")
     add("--out", help="file for the results as JSON")
+    add("--commit", help="commit that the figures belong to, for a copy without git history")
     return parser
 
 
@@ -83,6 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, load, measure, report."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     if not (args.data or args.task or args.task_file):
         parser.error("nothing to measure: give --data, --task or --task-file")
     if args.dense:
@@ -99,6 +129,7 @@ def run(args) -> None:
     from transformers import AutoTokenizer
 
     import dejavu_ds
+    from dejavu_ds.bench.results import write_results
     from dejavu_ds.checkpoint import bundled_model
 
     if args.out:
@@ -117,6 +148,8 @@ def run(args) -> None:
         **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
     )
     static = static_scores(engine, args, tokenizer)
+    # What the files hold now, not after hours.
+    found = conditions(engine, args, "launch/evaluate.py", predictors) if args.out and rank() == 0 else None
     rows, realised = [], {}
     for mode, selection, sparsity in settings(args):
         matched = realised.get((mode, sparsity)) if args.match_realised else None
@@ -129,7 +162,7 @@ def run(args) -> None:
     if rank() == 0:
         print_table(rows)
         if args.out:
-            write_json(args.out, {"conditions": conditions(engine, args), "rows": rows})
+            write_results(args.out, {"conditions": found, "rows": rows})
 
 
 def find_predictors(args) -> str | None:
@@ -165,7 +198,7 @@ def import_harness():
         from dejavu_ds import harness
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "lm_eval":
-            raise ValueError("tasks need lm-eval: pip install 'dejavu-ds[eval]'") from error
+            raise ValueError("tasks need lm-eval: pip install -e '.[eval]'") from error
         raise
     return harness
 
@@ -259,24 +292,25 @@ def print_table(rows: list[dict]) -> None:
     def cell(value) -> str:
         return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    table = Table(*(column.replace("_", " ").replace("mlp", "MLP") for column in COLUMNS))
+    table = Table(*COLUMNS.values())
     for row in rows:
         table.add_row(*(cell(row[column]) for column in COLUMNS))
     # A pipe has no width of its own, and rich's default for it cuts the columns short.
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def write_json(path: str, results: dict) -> None:
-    """Whole or not at all."""
-    replace_file(Path(path), (json.dumps(results, indent=1) + "\n").encode())
-
-
-def conditions(engine, args) -> dict:
-    """What the figures were measured under."""
+def conditions(engine, args, program: str, predictors: str | None) -> dict:
+    """What the figures are measured under, the texts' and the predictors' checksums and the commit among it."""
     import torch
-    import transformers
+
+    from dejavu_ds import storage
+    from dejavu_ds.bench import results
 
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else platform.machine()
+    general = results.conditions(results.command_line(program, args.argv), args.commit)
+    weights = None if predictors is None else storage.locate(predictors) / storage.WEIGHTS_FILE
+    files = {"data": args.data, "calibration": args.calibration, "predictors": weights}
+    files |= {f"task {name}": path for name, path in args.task_file}
     return {
         "device": device,
         "dtype": str(engine.dtype).removeprefix("torch."),
@@ -284,12 +318,13 @@ def conditions(engine, args) -> dict:
         "context": args.context,
         "data": Path(args.data).name if args.data else None,
         "calibration": Path(args.calibration).name if args.calibration else None,
+        # A name alone does not say which text it was, or which predictors.
+        "sha256": {name: storage.sha256_of(path) for name, path in files.items() if path},
         "densities": "as the predictors realise" if args.match_realised else "as the budget says",
         "num_fewshot": args.num_fewshot,
         "limit": args.limit,
         "seed": args.seed,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "command": " ".join(["launch/evaluate.py", *(arg for arg in sys.argv[1:] if "local_rank" not in arg)]),
+        **{key: general[key] for key in ("versions", "command", "commit")},
     }
 
 

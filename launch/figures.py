@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 
 from dejavu_ds.launch.common import (
@@ -15,7 +16,7 @@ from dejavu_ds.launch.common import (
     torch_dtype,
     world_size,
 )
-from dejavu_ds.launch.evaluate import find_predictors, load_benchmarks, named_file, select, static_scores
+from dejavu_ds.launch.evaluate import conditions, find_predictors, load_benchmarks, named_file, select, static_scores
 from dejavu_ds.resume import replace_file
 
 EPILOG = """\
@@ -41,10 +42,13 @@ def build_parser() -> Parser:
     add("--out", required=True, help="folder for the figures")
     add("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="default: all")
     add("--mode", choices=("masked", "decode"), default="masked", help="of the density figure (default: %(default)s)")
-    add("--mlp-density", nargs="+", type=share, default=[0.05, 0.1, 0.2, 0.4, 0.7], help="default: %(default)s")
-    add("--head-density", nargs="+", type=share, default=[0.25, 0.5, 0.75, 0.9], help="default: %(default)s")
-    add("--recall-density", nargs=2, type=share, default=[0.2, 0.75], metavar=("MLP", "HEADS"), help="%(default)s")
-    add("--head-criterion", choices=("norm", "contribution"), default="norm", help="oracle and static rank heads by")
+    add_densities(parser)
+    add(
+        "--head-criterion",
+        choices=("norm", "contribution"),
+        default="norm",
+        help="oracle and static rank heads by (default: %(default)s)",
+    )
     add("--task-file", nargs=1, default=[], type=named_file, metavar="NAME=FILE", help="task with an accuracy")
     add("--limit", type=positive_int, help="use only the first so many items of the task (default: all)")
     add("--context", type=positive_int, default=512, help="tokens of a window (default: %(default)s)")
@@ -52,13 +56,28 @@ def build_parser() -> Parser:
     add("--calibration-windows", type=positive_int, default=64, help="default: %(default)s")
     add("--seed", type=int, default=0, help="of the random selection and the batches (default: %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
+    add("--commit", help="commit that the figures belong to, for a copy without git history")
     return parser
+
+
+def add_densities(parser: Parser) -> None:
+    """What is kept where."""
+
+    def add(option: str, default: list[float], text: str, nargs: int | str = "+", **more) -> None:
+        shown = " ".join(map(str, default))
+        parser.add_argument(option, nargs=nargs, type=share, default=default, help=f"{text} (default: {shown})", **more)
+
+    add("--mlp-density", [0.05, 0.1, 0.2, 0.4, 0.7], "shares of neurons in the density figure")
+    add("--head-density", [0.25, 0.5, 0.75, 0.9], "shares of heads in the density figure")
+    text = "shares that predictors keep in the recall figure"
+    add("--recall-density", [0.2, 0.75], text, nargs=2, metavar=("MLP", "HEADS"))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, load, measure, draw."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     run_program(parser, run, args)
 
 
@@ -74,16 +93,19 @@ def run(args) -> None:
     model = str(bundled_model()) if args.model is None else args.model
     tokenizer = AutoTokenizer.from_pretrained(model)
     # What the evaluation program's functions ask for besides.
-    args.lookahead, args.dense, args.task, args.num_fewshot = None, False, [], None
+    args.lookahead, args.dense, args.task, args.num_fewshot, args.match_realised = None, False, [], None, False
     benchmarks = load_benchmarks(args, tokenizer)
     with_predictors = args.model is None or args.predictors is not None
     args.selection = ["predictor"] * with_predictors + ["oracle"] + ["static"] * bool(args.calibration) + ["random"]
+    predictors = find_predictors(args)
     engine = dejavu_ds.init_inference(
         model,
-        predictors=find_predictors(args),
+        predictors=predictors,
         tensor_parallel={"tp_size": world_size()},
         **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
     )
+    # What the files hold now, not after hours.
+    found = conditions(engine, args, "launch/figures.py", predictors) if rank() == 0 else None
     figures = {}
     if set(args.only) - {"density"}:
         figures.update(observe_figures(engine, args, tokenizer))
@@ -93,7 +115,7 @@ def run(args) -> None:
         for name, (figure, data) in figures.items():
             figure.savefig(image := io.BytesIO(), format="png", dpi=150)
             replace_file(Path(args.out) / f"{name}.png", image.getvalue())
-            data = {"model": Path(model).name, "text": Path(args.data).name, **data}
+            data = {"model": Path(model).name, "text": Path(args.data).name, "conditions": found, **data}
             replace_file(Path(args.out) / f"{name}.json", (json.dumps(data, indent=1) + "\n").encode())
             print(f"{Path(args.out) / name}.png and .json")
 
@@ -103,7 +125,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ValueError("figures need matplotlib: pip install 'dejavu-ds[figures]'") from error
+        raise ValueError("figures need matplotlib: pip install -e '.[figures]'") from error
 
 
 def observe_figures(engine, args, tokenizer) -> dict:

@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import logging
 import sys
 import time
+from collections.abc import Iterator
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from dejavu_ds.launch import interactive
@@ -75,7 +78,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--dense", action="store_true", help="every head and neuron, no predictors")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
-    parser.add_argument("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: as stored)")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: not packed)")
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, help="default: %(default)s")
     sampling = parser.add_argument_group("sampling (greedy without any of these)")
     sampling.add_argument("--sample", action="store_true", help="sample at temperature 1")
@@ -85,7 +88,11 @@ def build_parser() -> Parser:
     sampling.add_argument("--repetition-penalty", type=positive_float, help="applies to greedy search too")
     sampling.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--stats", action="store_true", help="densities layer by layer at the end")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object in a line of its own")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="end with one JSON object in a line of its own; docs/compatibility.md names its keys",
+    )
     return parser
 
 
@@ -98,13 +105,41 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(args) -> None:
     """Load the engine and generate: one continuation that is streamed, those of many prompts, or turn after turn."""
-    from transformers import TextStreamer, set_seed
+    from transformers import set_seed
 
     check_together(args)
     many = many_prompts(args)
     prompts = [] if args.interactive else shared_by_rank_0(lambda: read_prompts(args) if many else [read_prompt(args)])
     engine, tokenizer = load(args)
     set_seed(args.seed)
+    with held_messages():
+        figures = generate_text(engine, tokenizer, prompts, many, args)
+    report = engine.stats.report()
+    if rank() == 0:
+        # Standard output may be the lines of many prompts, and nothing else.
+        with contextlib.redirect_stdout(sys.stderr if many and args.out is None else sys.stdout):
+            print_figures(figures, report, args)
+
+
+@contextlib.contextmanager
+def held_messages() -> Iterator[None]:
+    """Keep what the package logs until the end, since it would land in the middle of the streamed text."""
+    logger = logging.getLogger("dejavu_ds")
+    held = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, target=logging.StreamHandler())
+    propagated, logger.propagate = logger.propagate, False
+    logger.addHandler(held)
+    try:
+        yield
+    finally:
+        logger.removeHandler(held)
+        logger.propagate = propagated
+        held.close()
+
+
+def generate_text(engine, tokenizer, prompts: list[str], many: bool, args) -> dict:
+    """What --json gives, without what `print_figures` takes from the engine's report."""
+    from transformers import TextStreamer
+
     figures = {"prompt": None, "text": None}
     if args.interactive:
         conversation = interactive.Conversation(engine, tokenizer, args.max_new_tokens, sampling_options(args))
@@ -120,21 +155,7 @@ def run(args) -> None:
     else:
         figures["prompt"] = prompts[0]
         figures["text"], new_tokens, seconds = continue_one(engine, tokenizer, prompts[0], args)
-    report = engine.stats.report()
-    if rank() == 0:
-        figures |= {
-            "new_tokens": new_tokens,
-            "tokens_per_s": new_tokens / seconds if seconds else 0.0,
-            # None after a single token: it comes from the dense prefill.
-            "mlp_density": report.mlp_density,
-            "head_density": report.head_density,
-            "weight_bytes_read": report.weight_bytes_read,
-            "tp": world_size(),
-            "quantize": args.quantize,
-        }
-        # Standard output may be the lines of many prompts, and nothing else.
-        with contextlib.redirect_stdout(sys.stderr if many and args.out is None else sys.stdout):
-            print_figures(figures, report, args)
+    return {**figures, "new_tokens": new_tokens, "tokens_per_s": new_tokens / seconds if seconds else 0.0}
 
 
 def load(args):
@@ -268,17 +289,27 @@ def print_figures(figures: dict, report, args) -> None:
     kept = "no decode step, which alone is sparse"
     if report.steps:
         kept = (
-            f"kept {report.mlp_density:.3f} of the MLP neurons and {report.head_density:.3f} of the heads; read "
+            f"kept {report.mlp_density:.3f} of the MLP neurons (mean over all layers; layer 0 is "
+            f"{report.mlp_by_layer[0]:.3f}) and {report.head_density:.3f} of the heads; read "
             f"{report.weight_bytes_read / 1e6:.2f} MB of weights a token, {report.share_read:.3f} of the dense "
             f"{report.dense_weight_bytes / 1e6:.2f} MB"
         )
     print(
         f"\n{figures['new_tokens']} token(s), {figures['tokens_per_s']:.1f} tokens/s with the prefill on "
-        f"{figures['tp']} rank(s); {kept}"
+        f"{world_size()} rank(s); {kept}"
     )
     if args.stats and report.steps:
         print_layers(report)
     if args.json:
+        figures = {
+            **figures,
+            # None after a single token: it comes from the dense prefill.
+            "mlp_density": report.mlp_density,
+            "head_density": report.head_density,
+            "weight_bytes_read": report.weight_bytes_read,
+            "tp": world_size(),
+            "quantize": args.quantize,
+        }
         print(json.dumps(figures), flush=True)
 
 

@@ -3,6 +3,7 @@
 A model that does not fit one GPU is split over several: deepspeed --num_gpus 4 launch/train_predictors.py ...
 """
 
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from dejavu_ds.predictor import PredictorSet
 from dejavu_ds.promise import keep_promise
 from dejavu_ds.sharded import DenseModel
 from dejavu_ds.sources import documents_of, sampled_documents
+from dejavu_ds.storage import CONFIG_FILE
 from dejavu_ds.taps import LOOKAHEADS, UNITS
 from dejavu_ds.train import remove_checkpoint, split_windows, train_predictors
 from dejavu_ds.train_config import UNIT_CHOICES, TrainConfig
@@ -63,6 +65,21 @@ def main(argv: list[str] | None = None) -> None:
 def run(args) -> None:
     """Train on the documents, save the set, print how good it is."""
     config = TrainConfig(**{name: getattr(args, name) for name in _CONFIG_ARGUMENTS})
+    if (Path(args.out) / CONFIG_FILE).exists():
+        raise ValueError(f"--out {args.out} holds a finished set ({CONFIG_FILE}): choose another folder or remove it")
+    try:
+        predictors = _train(args, config)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_go_on(args.out)) from None
+    if rank():
+        return
+    remove_checkpoint(args.out)
+    _print_report(predictors, Console())
+    print(f"saved {predictors.num_parameters():,} parameters in {args.dtype} to {args.out}")
+
+
+def _train(args, config: TrainConfig) -> PredictorSet:
+    """The set, which rank 0 has saved."""
     # Text first: a wrong name should not wait for the model.
     documents = None if args.data_free else documents_of(args.data, args.samples)
     # Not after an hour's training that the folder turns out to be impossible.
@@ -74,14 +91,20 @@ def run(args) -> None:
         documents = sampled_documents(dense.model, tokenizer, args.samples, length, config.seed)
     data_name = "sampled from the model" if args.data_free else Path(args.data).name
     predictors = train_predictors(dense, tokenizer, documents, config, data_name, args.out, args.save_minutes)
-    if rank():
-        return
-    if args.max_perplexity_increase is not None:
-        _promise(dense, predictors, tokenizer, documents, config, args.max_perplexity_increase)
-    predictors.save_pretrained(args.out, getattr(torch, args.dtype))
-    remove_checkpoint(args.out)
-    _print_report(predictors, Console())
-    print(f"saved {predictors.num_parameters():,} parameters in {args.dtype} to {args.out}")
+    if rank() == 0:
+        if args.max_perplexity_increase is not None:
+            _promise(dense, predictors, tokenizer, documents, config, args.max_perplexity_increase)
+        predictors.save_pretrained(args.out, getattr(torch, args.dtype))
+    return predictors
+
+
+def _how_to_go_on(folder: str) -> str:
+    """What to say of a training that was interrupted before its set was saved."""
+    written = [path.stat().st_mtime for path in Path(folder).glob("training*.safetensors")]
+    if not written:
+        return "interrupted before the first checkpoint: the same command begins anew"
+    when = time.strftime("%H:%M", time.localtime(max(written)))
+    return f"interrupted; the same command goes on from the checkpoint of {when}"
 
 
 def _load(args) -> DenseModel:
@@ -151,7 +174,6 @@ _CONFIG_ARGUMENTS = {
 
 
 def _parser() -> Parser:
-    defaults = TrainConfig()
     parser = Parser(prog="train_predictors.py", description=__doc__, epilog=_TERMS)
     add = parser.add_argument
     add("--model", default=bundled_model(), help="folder or hub name (default: the bundled opt-7m)")
@@ -162,11 +184,16 @@ def _parser() -> Parser:
     )
     add("--data-free", action="store_true", help="let the model itself write the text, at temperature 1")
     add("--samples", type=positive_int, default=500, help="documents to use (default: %(default)s)")
-    add("--out", required=True, help="folder for the set; holds a checkpoint while training, to go on with")
-    add("--save-minutes", type=float, default=5.0, help="between checkpoints (default: %(default)s)")
+    add("--out", required=True, help="folder for a new set; holds a checkpoint while training, to go on with")
+    add(
+        "--save-minutes",
+        type=float,
+        default=5.0,
+        help="between checkpoints, at the end of a round (default: %(default)s)",
+    )
     for name, (kind, text) in _CONFIG_ARGUMENTS.items():
         choice = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-        default = getattr(defaults, name)
+        default = getattr(TrainConfig, name)  # as declared: an instance has made up what depends on other values
         shown = "" if default is None else f" (default: {default})"
         add(f"--{name.replace('_', '-')}", default=default, help=text + shown, **choice)
     add(

@@ -453,6 +453,7 @@ def refused(capsys, arguments: list[str], message: str) -> None:
         (["decode", "--shape", TINY, "--predictors", "x"], "--predictors belong to a --model"),
         (["decode", "--shape", TINY, "--batch-sizes", "0"], "must be a whole number from 1 on"),
         (["decode", "--shape", TINY, "--systems", "vllm"], "invalid choice: 'vllm'"),
+        (["tune", "--shape", TINY, "--dtype", "fp32"], "tune needs a GPU and --dtype fp16 or bf16; this is fp32 on a"),
     ],
 )
 def test_bad_input(capsys, arguments, message):

@@ -116,6 +116,16 @@ def test_refused_keywords(kwargs, message):
         dejavu_ds.init_inference(tiny_opt(), **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_a_dtype_is_refused_before_a_checkpoint_is_opened(dtype, monkeypatch):
+    monkeypatch.setattr(dejavu_ds.engine, "open_checkpoint", lambda *_: pytest.fail("opened"))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"dtype must be one of float32, float16, bfloat16, got {name}; .*='nf4'"):
+        dejavu_ds.init_inference(bundled_model(), dtype=dtype)
+    with pytest.raises(ValueError, match=rf"quantize='nf4' and dtype {dtype} exclude each other"):
+        dejavu_ds.init_inference(bundled_model(), dtype=dtype, quantize="nf4")
+
+
 def test_every_keyword_of_deepspeeds_is_heeded_or_refused():
     """A field that a later version brings must be looked at: none may be taken and then ignored."""
     heeded = {

@@ -1,8 +1,10 @@
 """The evaluation program: its figures against Hugging Face's, its JSON, its errors, and it under the launcher."""
 
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,8 +96,28 @@ def test_every_selection_in_every_mode(files, capsys):
     assert (
         by["decode", "oracle", "cloze"]["criterion"] == "norm" and by["decode", "oracle", "cloze"]["lookahead"] is None
     )
-    assert results["conditions"]["data"] == "text.jsonl"
-    assert "predictor" in capsys.readouterr().out
+    lines = [re.split(r" *[│┃] *", line)[1:-1] for line in capsys.readouterr().out.splitlines()]
+    header, *table = [line for line in lines if line]
+    assert header[:5] == ["mode", "selection", "asked MLP", "asked head", "task"]
+    assert {(line[0], line[2], line[3]) for line in table} == {
+        ("dense", "-", "-"),
+        ("masked", "0.200", "-"),
+        ("decode", "0.200", "-"),
+    }
+
+
+def test_conditions_say_which_files_and_which_code(files):
+    more = ["--mode", "masked", "--windows", 1, "--calibration", files / "text.jsonl", "--commit", "abcdef"]
+    found = run(files, *more, "--task-file", f"cloze={files / 'cloze.jsonl'}")["conditions"]
+    text, cloze = (hashlib.sha256((files / f"{name}.jsonl").read_bytes()).hexdigest() for name in ("text", "cloze"))
+    stored = json.loads((bundled_model() / "predictors" / "predictors.json").read_text())["sha256"]
+    assert found["sha256"] == {"data": text, "calibration": text, "task cloze": cloze, "predictors": stored}
+    assert found["data"] == found["calibration"] == "text.jsonl"
+    assert found["commit"] == "abcdef" and found["versions"]["torch"] == torch.__version__
+    assert found["command"].startswith("launch/evaluate.py --data text.jsonl --context 16 ")
+    dense = run(files, "--dense", "--windows", 1)["conditions"]
+    assert dense["sha256"] == {"data": text} and dense["calibration"] is None
+    assert dense["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", dense["commit"])
 
 
 def test_baselines_at_the_densities_that_predictors_realise(files):

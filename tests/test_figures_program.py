@@ -1,5 +1,6 @@
 """The figures program: a picture and its numbers for each figure, with and without predictors."""
 
+import hashlib
 import json
 import shutil
 
@@ -36,6 +37,11 @@ def test_all_figures(files):
     more = ["--mlp-density", ".3", "--head-density", ".5", "--calibration", files / "text.jsonl"]
     data = draw(files, *more, "--task-file", f"choice={files / 'choice.jsonl'}")
     assert set(data) == set(figures.FIGURES)
+    for figure in data.values():
+        found = figure["conditions"]
+        assert set(found["sha256"]) == {"data", "calibration", "predictors", "task choice"}
+        assert found["sha256"]["data"] == hashlib.sha256((files / "text.jsonl").read_bytes()).hexdigest()
+        assert found["command"].startswith("launch/figures.py --data text.jsonl --context 16")
     rows = data["density"]["rows"]
     assert len(rows) == 2 * (1 + len(SELECTIONS) * 2)
     assert {row["metric"] for row in rows} == {"perplexity", "acc"}

@@ -15,6 +15,7 @@ import torch
 from models import PROMPTS, bundled, tiny_opt
 from transformers import AutoTokenizer
 
+from dejavu_ds import plan
 from dejavu_ds.checkpoint import bundled_model
 from dejavu_ds.launch import generate, train_predictors
 from dejavu_ds.predictor import PredictorSet
@@ -125,6 +126,20 @@ def test_prompt_and_continuation_are_streamed(program):
     assert out.startswith(figures["prompt"] + figures["text"] + "\n")
 
 
+def test_what_is_logged_waits_for_the_end_of_the_text(capsys, monkeypatch):
+    """On one terminal, where both streams come together."""
+    first = plan._WARM_UP + plan._REPEATS  # steps of the first way measured, the sparse one
+    steps = []
+    monkeypatch.setattr(plan, "_milliseconds", lambda step, _: steps.append(step()) or (2.0, 1.0)[len(steps) > first])
+    monkeypatch.setattr("sys.stderr", sys.stdout)
+    generate.main([*FP32, "--mode", "auto", "--max-new-tokens", "12", "--json"])
+    out = capsys.readouterr().out
+    *_, said, closing, figures = filter(None, out.splitlines())
+    text = generate.SAMPLE_PROMPT + json.loads(figures)["text"]
+    assert text in out and out.index(text) < out.index(said)
+    assert said == "batch of 1: MLP runs dense: 1.000 ms a step, 2.000 ms sparse" and "tokens/s" in closing
+
+
 def test_without_json_there_is_none(capsys):
     generate.main([*FP32, "--max-new-tokens", "2"])
     out = capsys.readouterr().out
@@ -200,6 +215,8 @@ def test_table_of_densities(program):
     assert [int(layer) for layer, _, _ in rows] == list(range(6))
     assert sum(float(mlp) for _, mlp, _ in rows) / 6 == pytest.approx(figures["mlp_density"], abs=1e-3)
     assert {heads for _, _, heads in rows} == {"1.000"}
+    kept = f"kept {figures['mlp_density']:.3f} of the MLP neurons (mean over all layers; layer 0 is {rows[0][1]})"
+    assert kept in out and rows[0][1] == "1.000"
 
 
 def test_help_says_what_density_and_threshold_are(capsys):
@@ -380,6 +397,13 @@ def test_python_of_the_readme_runs(capsys):
     exec(compile(code, "README.md", "exec"), {})
     out = capsys.readouterr().out
     assert "The king sat down and" in out and "mlp_density=" in out
+
+
+@pytest.mark.parametrize("page", ["evaluation.md", "quantization.md"])
+def test_python_of_the_docs_runs(page, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile("\n".join(blocks), page, "exec"), {})
+    assert blocks and capsys.readouterr().out.count("Perplexity(value=") == {"evaluation.md": 3}.get(page, 0)
 
 
 def test_bundled_predictors_document_themselves():

@@ -1,15 +1,19 @@
 """The training program, and the predictors that come with the package."""
 
 import json
+import os
 import sys
+import time
 
 import pytest
 import torch
 
 from dejavu_ds.checkpoint import bundled_model, load_model
 from dejavu_ds.fingerprint import fingerprint
+from dejavu_ds.launch import train_predictors
 from dejavu_ds.launch.train_predictors import main
 from dejavu_ds.predictor import PredictorSet
+from dejavu_ds.resume import CHECKPOINT_FILE
 
 SENTENCES = [
     "The river rose in the night and carried the bridge away.",
@@ -57,6 +61,55 @@ def test_program_reports_every_layer(program):
             "layer", "active", "rank", "density", "recall", "precision", "error", "kept",
         ]  # fmt: skip
         assert table.row_count == 6
+
+
+def test_a_finished_set_is_not_trained_over(program, capsys, monkeypatch):
+    monkeypatch.setattr(train_predictors, "_load", lambda _: pytest.fail("loaded"))
+    files = {path: path.read_bytes() for path in program[0].iterdir()}
+    with pytest.raises(SystemExit) as stop:
+        main([f"--data={program[0].parent / 'text.jsonl'}", f"--out={program[0]}"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2
+    assert f"--out {program[0]} holds a finished set (predictors.json): choose another folder or remove it" in line
+    assert {path: path.read_bytes() for path in program[0].iterdir()} == files
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_interrupt_says_how_to_go_on(saved, tmp_path, capsys, monkeypatch):
+    def interrupted(dense, tokenizer, documents, config, data_name, folder, save_minutes):
+        if saved:
+            (tmp_path / CHECKPOINT_FILE).touch()
+            os.utime(tmp_path / CHECKPOINT_FILE, (at, at))
+        raise KeyboardInterrupt
+
+    at = time.mktime((2026, 3, 1, 9, 5, 59, 0, 0, -1))
+    monkeypatch.setattr(train_predictors, "train_predictors", interrupted)
+    (tmp_path / "text.txt").write_text("\n\n".join(SENTENCES))
+    with pytest.raises(SystemExit) as stop:
+        main([f"--data={tmp_path / 'text.txt'}", f"--out={tmp_path}"])
+    said = {
+        True: "interrupted; the same command goes on from the checkpoint of 09:05",
+        False: "interrupted before the first checkpoint: the same command begins anew",
+    }
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"train_predictors.py: {said[saved]}"
+
+
+@pytest.mark.parametrize(("criterion", "learnt"), [("contribution", "size"), ("norm", "size"), ("plainact", "label")])
+def test_what_heads_learn_by_default(criterion, learnt, tmp_path, monkeypatch):
+    configs = []
+    monkeypatch.setattr(train_predictors, "_train", lambda _, config: configs.append(config) or sys.exit())
+    with pytest.raises(SystemExit):
+        main([f"--out={tmp_path}", "--data-free", f"--criterion={criterion}"])
+    assert configs[0].head_loss == learnt
+
+
+def test_help_says_every_default_once(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: size; label for plainact) --head-label-density" in text
+    assert "(default: 6)" in text and "(default: None)" not in text
 
 
 def test_help_defines_the_terms(capsys):

@@ -13,7 +13,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ValueError("the plot needs matplotlib: pip install 'dejavu-ds[figures]'") from error
+        raise ValueError("the plot needs matplotlib: pip install -e '.[figures]'") from error
 
 
 def draw(rows: list[dict[str, Any]], path: str | os.PathLike, title: str) -> None:

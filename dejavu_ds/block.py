@@ -53,6 +53,11 @@ class SparseBlock(nn.Module):
         mlp = SparseMLP(parts.fc1, parts.fc2, ops, tp, store)
         for name, _ in list(self.named_children()):
             delattr(self, name)
+        # DeepSpeed's layers and their parameters hold one another: without this they would keep the originals' memory
+        # until Python collects garbage.
+        for linear in (parts.q, parts.k, parts.v, parts.out, parts.fc1, parts.fc2):
+            for parameter in linear.parameters():
+                parameter.data = parameter.data.new_empty(0)
         self.attention_norm, self.attention = parts.attention_norm, attention
         self.mlp_norm, self.mlp = parts.mlp_norm, mlp
         self.at_attention = Listeners()

@@ -128,8 +128,11 @@ def pack(weight: torch.Tensor, config: QuantizeConfig) -> PackedWeight:
 
 def _nest(absmax: torch.Tensor, functional: ModuleType) -> tuple[torch.Tensor, NestedAbsmax]:
     """Scales in 8 bits, as `quantize_4bit(compress_statistics=True)` has them, over the scales of all rows."""
-    # A rank without neurons has no mean.
-    offset = absmax.flatten().mean() if absmax.numel() else absmax.new_zeros(())
+    if not absmax.numel():
+        # A rank without neurons: there is no mean, and bitsandbytes' CUDA library ends the process over nothing to do.
+        state = functional.quantize_blockwise(absmax.new_zeros(1), blocksize=NESTED_BLOCK)[1]
+        return absmax.to(torch.uint8), NestedAbsmax(state.code, state.absmax[:0], absmax.new_zeros(()))
+    offset = absmax.flatten().mean()
     codes, state = functional.quantize_blockwise(absmax.flatten() - offset, blocksize=NESTED_BLOCK)
     return codes.view(absmax.shape), NestedAbsmax(state.code, state.absmax, offset)
 

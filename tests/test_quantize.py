@@ -222,6 +222,17 @@ def test_a_block_is_packed_before_the_next(monkeypatch):
     assert len(set(before)) == len(set(after)) == 1 and after[0] < before[0] / 5
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_the_originals_memory_is_free_at_once(quantize):
+    """Not when Python next collects garbage: what is packed, or stored transposed, must not be there twice."""
+    model = tiny_opt(hidden_size=64, num_attention_heads=4)
+    layers = model.model.decoder.layers
+    copied = [w for layer in layers for w in (layer.fc2.weight, layer.self_attn.out_proj.weight)]
+    packed = [w for layer in layers for w in (layer.fc1.weight, layer.self_attn.q_proj.weight)]
+    dejavu_ds.init_inference(model, quantize=quantize, dtype=torch.float32)
+    assert all(w.untyped_storage().nbytes() == 0 for w in copied + (packed if quantize else []))
+
+
 @pytest.mark.gpu
 def test_a_gpu_never_holds_the_model_in_16_bits():
     sizes = {"hidden_size": 1024, "ffn_dim": 4096, "num_attention_heads": 16, "num_hidden_layers": 12}

@@ -37,6 +37,7 @@ from dejavu_ds.inputs import check_inputs, mask_and_positions
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.kernels.packed_ops import packed_ops_for
 from dejavu_ds.mlp import frozen
+from dejavu_ds.packed_predictor import PackedPredictor
 from dejavu_ds.predictor import PredictorSet
 from dejavu_ds.quantize import QuantizeConfig, pack
 from dejavu_ds.runner import StepRunner
@@ -436,6 +437,8 @@ class DejaVuEngine(InferenceEngine):
                 if predictor is None or density >= 1 or start == stop:
                     continue  # dense; a rank without neurons (DeepSpeed shards by 64) has nothing to choose
                 shard = predictor.shard(start, stop).to(self.device, self.dtype)
+                if self.quantize is not None and self.quantize.predictors:
+                    shard = PackedPredictor(shard, self.quantize)
                 selector = PredictorSelector(shard, predictor.threshold(density), self._ops)
                 selectors[unit, i] = selector, tap_of(unit, i, predictors.lookahead)
         return selectors

@@ -73,6 +73,14 @@ class Predictor(nn.Module):
             torch.zeros(units),
         )
 
+    w2_scale = None
+    """As a `PackedPredictor` has it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a choice reads."""
+        return sum(p.nbytes for p in self.parameters())
+
     @property
     def rank(self) -> int:
         return self.w1.shape[0]

@@ -23,12 +23,14 @@ _TILE_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """How the weights of the blocks are packed; embeddings, norms, biases and the head stay as they are.
+    """How the weights of the blocks are packed; embeddings, norms, biases, the head and, unless asked for, predictors
+    stay as they are.
 
     Args:
         type: "nf4" (codes at the quantiles of a normal distribution) or "fp4" (a 4-bit float).
         blocksize: weights that share a scale, 64 or 128; the hidden size must be a multiple of it.
         nested: scales in 8 bits, which saves about 0.37 bits a weight at blocksize 64, half of that at 128.
+        predictors: pack the predictors too, their first layers like the blocks, the second ones in 8 bits.
 
     Raises:
         ValueError, TypeError: a value that bitsandbytes or the kernels do not have, with the value.
@@ -37,14 +39,16 @@ class QuantizeConfig:
     type: str = "nf4"
     blocksize: int = 64
     nested: bool = False
+    predictors: bool = False
 
     def __post_init__(self) -> None:
         if self.type not in TYPES:
             raise ValueError(f"quantize must be one of {', '.join(TYPES)}, or None for 16 bit; got {self.type!r}")
         if not isinstance(self.blocksize, int) or self.blocksize not in BLOCKSIZES:
             raise ValueError(f"blocksize must be {' or '.join(map(str, BLOCKSIZES))}, got {self.blocksize!r}")
-        if not isinstance(self.nested, bool):
-            raise TypeError(f"nested must be True or False, got {self.nested!r}")
+        for name in ("nested", "predictors"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @classmethod
     def of(cls, value: "str | Mapping[str, Any] | QuantizeConfig | None") -> "QuantizeConfig | None":

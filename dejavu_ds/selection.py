@@ -8,6 +8,8 @@ from torch import nn
 
 from dejavu_ds.cache import DejaVuCache
 from dejavu_ds.kernels.ops import Ops
+from dejavu_ds.kernels.packed_ops import packed_ops_for
+from dejavu_ds.packed_predictor import PackedPredictor
 from dejavu_ds.predictor import Predictor
 
 
@@ -95,7 +97,7 @@ class PredictorSelector(Selector):
 
     capturable = True
 
-    def __init__(self, predictor: Predictor, threshold: float, ops: Ops) -> None:
+    def __init__(self, predictor: Predictor | PackedPredictor, threshold: float, ops: Ops) -> None:
         device = predictor.w2.device
         super().__init__(predictor.units, device)
         self.predictor = predictor
@@ -106,7 +108,7 @@ class PredictorSelector(Selector):
 
     @property
     def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.predictor.parameters())
+        return self.predictor.nbytes
 
     def choose(self, z: torch.Tensor, cache: DejaVuCache) -> None:
         """From the predictor's hidden layer [B, r], on the current stream."""
@@ -119,6 +121,7 @@ class PredictorSelector(Selector):
             *self.selection,
             kept_total=self.kept_total,
             tickets=self._tickets,
+            scale=self.predictor.w2_scale,
         )
         if self._done is not None:
             self._done.record()
@@ -136,7 +139,7 @@ class Listeners:
     """The selectors that take their input at one place of a block.
 
     On a GPU the predictors run on a stream of their own, beside the block, from `begin` until each is joined. Their
-    first layers are one product: the weights become views of one tensor.
+    first layers are one product: the weights become views of one tensor. Those in 4 bits have a product each.
 
     Args:
         selectors: those that listen.
@@ -149,12 +152,15 @@ class Listeners:
     ) -> None:
         self.selectors = list(selectors)
         self._predicted = [s for s in selectors if isinstance(s, PredictorSelector)]
+        self._packed = [s for s in self._predicted if isinstance(s.predictor, PackedPredictor)]
+        self._joined = [s for s in self._predicted if s not in self._packed]
         self._others = [s for s in selectors if not isinstance(s, PredictorSelector)]
         self._ops = ops
         self._stream = stream
         self._input: torch.Tensor | None = None
-        if self._predicted:
-            nets = [s.predictor for s in self._predicted]
+        self._all_of_packed = [Selection.all_of(s.predictor.rank, s.predictor.w2.device) for s in self._packed]
+        if self._joined:
+            nets = [s.predictor for s in self._joined]
             self._w1, self._b1 = joined([net.w1 for net in nets]), joined([net.b1 for net in nets])
             self._ranks = [net.rank for net in nets]
             self._all = Selection.all_of(sum(self._ranks), self._w1.device)
@@ -175,9 +181,16 @@ class Listeners:
             self._predict(x, cache)
 
     def _predict(self, x: torch.Tensor, cache: DejaVuCache) -> None:
+        for selector, (idx, count, _) in zip(self._packed, self._all_of_packed, strict=True):
+            if selector.unit not in cache.dense_units:
+                net = selector.predictor
+                product = packed_ops_for(x.device).gather_up_proj
+                selector.choose(product(x, net.w1, net.b1, idx, count, relu=True), cache)
+        if all(selector.unit in cache.dense_units for selector in self._joined):
+            return
         idx, count, _ = self._all
         z = self._ops.gather_up_proj(x, self._w1, self._b1, idx, count, relu=True)
-        for selector, part in zip(self._predicted, z.split(self._ranks, dim=1), strict=True):
+        for selector, part in zip(self._joined, z.split(self._ranks, dim=1), strict=True):
             if selector.unit not in cache.dense_units:
                 selector.choose(part, cache)
 

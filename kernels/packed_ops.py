@@ -1,7 +1,7 @@
 """The operations of a sparse decode step whose weights are packed in 4 bits, by device.
 
 They take a `PackedWeight` where those of `ops` take a tensor; the operations without a large weight are those of `ops`.
-Predictors are not packed and keep the operations of `ops`.
+A predictor has the operations of `ops`, but for the first layer of a packed one.
 """
 
 import torch

@@ -19,6 +19,7 @@ Shapes (B rows, r predictor rank, N units):
     z          [B, r]  output of the first layer after its ReLU; columns of a wider tensor as a rule: unit stride in r
     w2         [N, r]  contiguous, dtype of z; on a 16-byte boundary, on which vector loads and so the order depend
     b2         [N]     dtype of z, or None
+    scale      [N]     fp32, with w2 in int8: the weights are w2[n] * scale[n]; or None
     live       [B]     bool, or None when every row is live
     idx_out    [N]     int32; idx_out[:count] is written in ascending order, the rest is unspecified
     count_out  [1]     int32
@@ -35,9 +36,14 @@ import triton.language as tl
 from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
 
-def predict_logits_ref(z: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor | None) -> torch.Tensor:
+def predict_logits_ref(
+    z: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor | None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """The logits [..., N] in fp32 that `predict_select` compares, up to the order of the sum; z [..., r]."""
-    return torch.nn.functional.linear(z.float(), w2.float(), None if b2 is None else b2.float())
+    if scale is None:
+        return torch.nn.functional.linear(z.float(), w2.float(), None if b2 is None else b2.float())
+    logits = torch.nn.functional.linear(z.float(), w2.float()) * scale
+    return logits if b2 is None else logits + b2.float()
 
 
 def predict_select_ref(
@@ -51,9 +57,10 @@ def predict_select_ref(
     mask_out: torch.Tensor,
     kept_total: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """Plain torch twin of `predict_select`: same arguments, same result; needs no tickets."""
-    kept = predict_logits_ref(z, w2, b2) > threshold
+    kept = predict_logits_ref(z, w2, b2, scale) > threshold
     if live is not None:
         kept &= live[:, None]
     torch.any(kept, dim=0, out=mask_out)
@@ -125,7 +132,8 @@ def _logits_of_many(
         else:
             w = tl.load(w_ptrs + offs_r, mask=offs_r < R, other=0.0)
             z = tl.load(z_ptrs + offs_r, mask=offs_r < R, other=0.0)
-        acc = dot(w, tl.trans(z), acc)
+        # By way of fp32, since the interpreter does not know the other way from 8 bits to bf16.
+        acc = dot(w.to(tl.float32).to(z.dtype), tl.trans(z), acc)
     return acc
 
 
@@ -170,8 +178,8 @@ def _list_kept(
 # The rank is a size of the model; N must not decide how a program is compiled, nor may the batch compile anew.
 @triton.jit(do_not_specialize=["B", "N"])
 def _predict_select_kernel(
-    z_ptr, w_ptr, b_ptr, live_ptr, idx_ptr, count_ptr, mask_ptr, total_ptr, counts_ptr, places_ptr, tickets_ptr,
-    threshold, B, N, stride_z_b,
+    z_ptr, w_ptr, scale_ptr, b_ptr, live_ptr, idx_ptr, count_ptr, mask_ptr, total_ptr, counts_ptr, places_ptr,
+    tickets_ptr, threshold, B, N, stride_z_b,
     R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -189,6 +197,9 @@ def _predict_select_kernel(
     bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
     if b_ptr is not None:
         bias = tl.load(b_ptr + row).to(tl.float32)
+    scale = tl.full((BLOCK_N,), 1.0, dtype=tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + row)
     if BLOCK_B == 1:
         first = _columns(w_ptrs, 0, R, BLOCK_R)
     await_inputs(EARLY)
@@ -201,7 +212,8 @@ def _predict_select_kernel(
         live = 1
         if live_ptr is not None:
             live = tl.load(live_ptr).to(tl.int32)
-        kept = tl.where(_logits_of_one(z_ptr, w_ptrs, first, R, BLOCK_N, BLOCK_R) + bias > threshold, live, 0)
+        logit = _logits_of_one(z_ptr, w_ptrs, first, R, BLOCK_N, BLOCK_R) * scale + bias
+        kept = tl.where(logit > threshold, live, 0)
     else:
         kept = tl.zeros((BLOCK_N,), dtype=tl.int32)
         for b in range(0, B, BLOCK_B):
@@ -210,7 +222,8 @@ def _predict_select_kernel(
             if live_ptr is not None:
                 live = tl.load(live_ptr + offs_b, mask=offs_b < B, other=0).to(tl.int32)
             z_ptrs = z_ptr + tl.minimum(offs_b, B - 1).to(tl.int64)[:, None] * stride_z_b
-            logit = _logits_of_many(z_ptrs, w_ptrs, R, BLOCK_N, BLOCK_B, BLOCK_R, STAGES) + bias[:, None]
+            logit = _logits_of_many(z_ptrs, w_ptrs, R, BLOCK_N, BLOCK_B, BLOCK_R, STAGES)
+            logit = logit * scale[:, None] + bias[:, None]
             kept = tl.maximum(kept, tl.max(tl.where(logit > threshold, live[None, :], 0), axis=1))
     tl.store(mask_ptr + offs_n, kept.to(tl.uint8), mask=mask_n)
     kept = tl.where(mask_n, kept, 0)
@@ -227,13 +240,17 @@ def _predict_select_kernel(
             _list_kept(counts_ptr, places_ptr, idx_ptr, count_ptr, total_ptr, total, blocks, BLOCK_N, LIST_BLOCKS)
 
 
-def _check(z, w2, b2, live, idx_out, count_out, mask_out, kept_total, tickets) -> None:
+def _check(z, w2, b2, live, idx_out, count_out, mask_out, kept_total, tickets, scale) -> None:
     if z.dim() != 2 or w2.dim() != 2 or z.shape[1] != w2.shape[1] or 0 in (*z.shape, *w2.shape):
         raise ValueError(f"expected z [B, r] and w2 [N, r], none of them 0, got {tuple(z.shape)} and {tuple(w2.shape)}")
     B, N = z.shape[0], w2.shape[0]
     if b2 is not None and b2.shape != (N,):
         raise ValueError(f"b2 must be [{N}], one value a unit, got {tuple(b2.shape)}")
-    dtypes = [x.dtype for x in (z, w2) + (() if b2 is None else (b2,))]
+    if scale is not None and (scale.shape != (N,) or scale.dtype != torch.float32 or w2.dtype != torch.int8):
+        raise ValueError(
+            f"a scale must be [{N}] fp32, for w2 in int8; got {tuple(scale.shape)} {scale.dtype} for {w2.dtype}"
+        )
+    dtypes = [x.dtype for x in (z, w2, b2) if x is not None and (x is not w2 or scale is None)]
     if len(set(dtypes)) != 1 or z.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"z, w2 and b2 must share one dtype, float32, float16 or bfloat16, got {dtypes}")
     if idx_out.shape != (N,) or count_out.shape != (1,) or mask_out.shape != (N,):
@@ -254,9 +271,9 @@ def _check(z, w2, b2, live, idx_out, count_out, mask_out, kept_total, tickets) -
         raise ValueError(f"tickets must be one int32 zero or more, got {tickets.numel()} of {tickets.dtype}")
     if z.stride(1) != 1 and z.shape[1] > 1:
         raise ValueError(f"z must have unit stride in r, got strides {z.stride()}")
-    whole = [x for x in (w2, b2, live, idx_out, mask_out) if x is not None]
+    whole = [x for x in (w2, b2, live, idx_out, mask_out, scale) if x is not None]
     if not all(x.is_contiguous() for x in whole):
-        raise ValueError("w2, b2, live, idx_out and mask_out must be contiguous; allocate them once, whole")
+        raise ValueError("w2, b2, scale, live, idx_out and mask_out must be contiguous; allocate them once, whole")
     if w2.data_ptr() % 16:
         raise ValueError("w2 must begin on a 16-byte boundary; clone() a slice of a larger tensor")
 
@@ -272,6 +289,7 @@ def predict_select(
     mask_out: torch.Tensor,
     kept_total: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """Write the units that a live row keeps into `idx_out`, `count_out` and `mask_out`; see the module docstring.
 
@@ -282,7 +300,7 @@ def predict_select(
         ValueError: wrong shapes, tensors that are not contiguous, or w2 off a 16-byte boundary.
         TypeError: wrong or mixed dtypes.
     """
-    _check(z, w2, b2, live, idx_out, count_out, mask_out, kept_total, tickets)
+    _check(z, w2, b2, live, idx_out, count_out, mask_out, kept_total, tickets, scale)
     (B, R), N = z.shape, w2.shape[0]
     # The dot takes a multiple of 16 columns.
     block_r = max(16, min(_BLOCK_R if B == 1 else _DOT_BLOCK_R, triton.next_power_of_2(R)))
@@ -292,7 +310,7 @@ def predict_select(
     if tickets is None:
         tickets = torch.zeros(1, device=z.device, dtype=torch.int32)
     _predict_select_kernel[(blocks,)](
-        z, w2, b2, None if live is None else live.view(torch.uint8),
+        z, w2, scale, b2, None if live is None else live.view(torch.uint8),
         idx_out, count_out, mask_out.view(torch.uint8), kept_total, counts, places, tickets,
         float(threshold), B, N, z.stride(0),
         R=R,

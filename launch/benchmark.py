@@ -11,10 +11,12 @@ from dejavu_ds.launch.common import (
     DTYPES,
     QUANTIZE,
     Parser,
+    add_quantize,
     exit_with_error,
     forget_script_folder,
     natural,
     positive_int,
+    quantize_config,
     rank,
     run_program,
     share,
@@ -96,7 +98,7 @@ def add_systems(sub: Parser, name: str) -> None:
     add = sub.add_argument
     systems = ["deepspeed", "dense", "sparse"] if name == "tp" else list(SYSTEMS)
     add("--systems", nargs="+", choices=SYSTEMS, default=systems, help="default: %(default)s")
-    add("--quantize", choices=QUANTIZE, help="our engine's weights in 4 bits (default: as they are)")
+    add_quantize(sub)
     add("--predictors", help="folder or hub id of the model's predictors (default: random ones)")
     add("--rank", type=positive_int, help="of random predictors (default: 6 %% of the parameters, 256 at most)")
     add(
@@ -209,7 +211,8 @@ def make_plan(args):
     ]
     predictors = PredictorSet.from_pretrained(args.predictors) if args.predictors else None
     dtype = torch_dtype(args.dtype)
-    source = Source(shape, dtype, device, world_size(), args.model, predictors, args.active_share, args.quantize)
+    packed = quantize_config(args)
+    source = Source(shape, dtype, device, world_size(), args.model, predictors, args.active_share, packed)
     source.check_memory(ours_only={"dense", "sparse"} >= set(args.systems))
     limit = shared_by_rank_0(lambda: Limit.measure(device).gb_per_s)
     return Plan(

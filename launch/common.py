@@ -23,6 +23,24 @@ printf '%s\\n' "$2" >&2
 """
 
 
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """How our engine's weights are packed."""
+    add = parser.add_argument
+    add("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: not packed)")
+    add("--quantize-predictors", action="store_true", help="with --quantize, the predictors too: in 4 and 8 bits")
+
+
+def quantize_config(args):
+    """What `init_inference` takes, of the arguments of `add_quantize`. Raises ValueError where they do not fit."""
+    if not args.quantize:
+        if args.quantize_predictors:
+            raise ValueError("--quantize-predictors goes with --quantize nf4 or fp4: give both, or neither")
+        return None
+    from dejavu_ds.quantize import QuantizeConfig
+
+    return QuantizeConfig(args.quantize, predictors=args.quantize_predictors)
+
+
 def rank() -> int:
     """This process's rank as the launcher set it; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from dejavu_ds.launch.common import (
     DTYPES,
-    QUANTIZE,
     Parser,
+    add_quantize,
     forget_script_folder,
     natural,
     positive_int,
+    quantize_config,
     quiet_imports,
     rank,
     run_program,
@@ -85,7 +86,7 @@ def build_parser() -> Parser:
     add("--match-realised", action="store_true", help="baselines at the densities the predictors realise on --data")
     add("--seed", type=int, default=0, help="of the random selection (default: %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
-    add("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: not packed)")
+    add_quantize(parser)
     what = parser.add_argument_group("what to measure, at least one")
     add = what.add_argument
     add("--data", help='text for perplexity: .jsonl with "text" fields, or .txt')
@@ -143,7 +144,7 @@ def run(args) -> None:
         model,
         predictors=predictors,
         sparsity=None if predictors is None else dejavu_ds.SparsityConfig(lookahead=args.lookahead),
-        quantize=args.quantize,
+        quantize=quantize_config(args),
         tensor_parallel={"tp_size": world_size()},
         **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
     )
@@ -279,6 +280,7 @@ def describe(engine, model: str, mode: str, selection: str | None, sparsity, arg
         "criterion": criteria.get(selection),
         "lookahead": lookahead,
         "quantize": args.quantize,
+        "quantize_predictors": args.quantize_predictors,
         "asked_mlp_density": None if sparsity is None else sparsity.mlp_density,
         "asked_head_density": None if sparsity is None else sparsity.head_density,
     }

@@ -12,10 +12,11 @@ from pathlib import Path
 from dejavu_ds.launch import interactive
 from dejavu_ds.launch.common import (
     DTYPES,
-    QUANTIZE,
     Parser,
+    add_quantize,
     positive_float,
     positive_int,
+    quantize_config,
     rank,
     run_program,
     share,
@@ -78,7 +79,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--dense", action="store_true", help="every head and neuron, no predictors")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on CPU, else as stored")
-    parser.add_argument("--quantize", choices=QUANTIZE, help="pack the blocks' weights in 4 bits (default: not packed)")
+    add_quantize(parser)
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, help="default: %(default)s")
     sampling = parser.add_argument_group("sampling (greedy without any of these)")
     sampling.add_argument("--sample", action="store_true", help="sample at temperature 1")
@@ -170,7 +171,7 @@ def load(args):
         model,
         predictors=choose_predictors(args),
         sparsity=None if args.dense else sparsity_of(args),
-        quantize=args.quantize,
+        quantize=quantize_config(args),
         tensor_parallel={"tp_size": world_size()},
         **({} if (dtype := torch_dtype(args.dtype)) is None else {"dtype": dtype}),
     )

@@ -96,7 +96,7 @@ def uneven(tp_size: int) -> dict:
 
 
 def packed(tp_size: int) -> dict:
-    """The bundled model in 4 bits, dense and sparse; bytes of its codes on all ranks; shards that are uneven."""
+    """The bundled model in 4 bits, dense, and sparse with packed predictors; bytes of its codes; uneven shards."""
     from models import PROMPTS, tiny_opt
     from transformers import AutoTokenizer
 
@@ -107,7 +107,7 @@ def packed(tp_size: int) -> dict:
         bundled_model(),
         predictors=bundled_model() / "predictors",
         sparsity=SparsityConfig(mlp_density=0.2, head_density=0.7, recovery_window=16),
-        **shared,
+        **(shared | {"quantize": {"type": "nf4", "predictors": True}}),
     )
     results = {"logits": [], "tokens": [], "sparse": []}
     for prompt in PROMPTS[:4]:

@@ -23,6 +23,7 @@ from dejavu_ds.bench.traffic import Limit, model_bytes, step_bytes
 from dejavu_ds.bench.weights import empty_model, random_model
 from dejavu_ds.checkpoint import bundled_model
 from dejavu_ds.launch import benchmark
+from dejavu_ds.quantize import QuantizeConfig
 
 TINY = "hidden=64,ffn=256,heads=4,layers=2,vocab=512,positions=128"
 QUICK = ["--steps", "4", "--contexts", "16", "--generate-tokens", "4"]
@@ -294,7 +295,7 @@ def test_random_weights_come_block_by_block(device):
     """The engine that gets its blocks one by one holds what one over a whole random model holds, packed or not."""
     whole = source(device).engine()
     for quantize in (None, "nf4"):
-        engine = source(device, quantize=quantize)._block_by_block()
+        engine = source(device, quantize=QuantizeConfig.of(quantize))._block_by_block()
         head, embedding = engine.module.lm_head.weight, engine.module.get_input_embeddings().weight
         assert head.data_ptr() == embedding.data_ptr()
         for block, other in zip(engine.blocks, whole.blocks, strict=True):

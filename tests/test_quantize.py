@@ -17,7 +17,8 @@ from dejavu_ds.checkpoint import bundled_model
 from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.launch import evaluate, generate
 from dejavu_ds.masked import masking
-from dejavu_ds.predictor import PredictorSet
+from dejavu_ds.packed_predictor import PackedPredictor
+from dejavu_ds.predictor import Predictor, PredictorSet
 from dejavu_ds.quantize import bitsandbytes_functional, pack
 from dejavu_ds.text import cut_windows, token_ids
 
@@ -164,6 +165,58 @@ def test_sparse_at_every_position_is_hugging_face_masked(tokenizer, device):
     torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
 
 
+def rounded_predictor(net: Predictor, packed: PackedPredictor) -> Predictor:
+    """A predictor in fp32 with the weights that a packed one stands for."""
+    w2 = packed.w2.cpu().float() * packed.w2_scale.cpu()[:, None]
+    return Predictor(round_trip(net.w1.data.float(), CONFIGS[0]), net.b1.data.float(), w2, net.b2.data.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_packed_predictor(dtype, device):
+    torch.manual_seed(0)
+    net = Predictor.random(128, 40, 77)
+    net.w2[3] = 0
+    net = net.to(device, dtype)
+    packed = PackedPredictor(net, CONFIGS[0])
+    # Half a step of the row's 255, and what fp16 rounds.
+    error = (packed.w2.float() * packed.w2_scale[:, None] - net.w2.float()).abs()
+    assert (error <= (0.5 + 127 * 2**-10) * packed.w2_scale[:, None]).all() and packed.w2_scale[3] == 0
+    assert packed.w2.abs().amax(1).tolist() == [0 if n == 3 else 127 for n in range(77)]
+    x = torch.randn(5, 128, device=device, dtype=dtype)
+    want = rounded_predictor(net.cpu(), packed).logits(x.cpu().float())
+    close = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(packed.logits(x).cpu(), want, atol=close, rtol=close)
+    assert packed.nbytes == 40 * (64 + 2 * 4) + 77 * (40 + 4) + (40 + 77) * dtype.itemsize
+    part = PackedPredictor(net.to(device).shard(30, 77), CONFIGS[0])
+    assert torch.equal(part.w2, packed.w2[30:]) and torch.equal(part.w2_scale, packed.w2_scale[30:])
+    assert PackedPredictor(net.to(device).shard(7, 7), CONFIGS[0]).units == 0
+
+
+def test_packed_predictors_choose_by_the_weights_they_stand_for(tokenizer, device):
+    sparsity = SparsityConfig(mlp_density=0.2, head_density=0.7, recovery_window=16)
+    predictors = PredictorSet.from_pretrained(bundled_model() / "predictors")
+    config = QuantizeConfig(predictors=True)
+    shared = {"predictors": predictors, "sparsity": sparsity, "dtype": torch.float32}
+    engine = dejavu_ds.init_inference(bundled_model(), quantize=config, **shared)
+    reference = dejavu_ds.init_inference(bundled_model(), quantize="nf4", **shared)
+    chosen = reference.predictor_selectors(predictors, sparsity)
+    for selector, _ in chosen.values():
+        packed = PackedPredictor(selector.predictor, config)
+        selector.predictor = rounded_predictor(selector.predictor.cpu(), packed).to(device)
+    reference.attach(chosen, sparsity)
+    ids = tokenizer(" ".join(PROMPTS[:6]), return_tensors="pt").input_ids[:, :48].to(device)
+    torch.testing.assert_close(decode_logits(engine, ids, 8), decode_logits(reference, ids, 8), atol=2e-4, rtol=0)
+    ours, theirs = engine.stats.report(), reference.stats.report()
+    assert ours.mlp_by_layer == theirs.mlp_by_layer and ours.heads_by_layer == theirs.heads_by_layer
+    assert ours.weight_bytes_read < theirs.weight_bytes_read
+    masked = SparsityConfig(mlp_density=0.2, head_density=0.7, mode="masked")
+    for each in (engine, reference):
+        selectors = each.predictor_selectors(predictors, masked) if each is engine else chosen
+        each.attach(selectors, masked)
+    want = reference(ids, per_token=PerToken()).logits
+    torch.testing.assert_close(engine(ids, per_token=PerToken()).logits, want, atol=2e-4, rtol=0)
+
+
 def test_no_biases_and_an_untied_head(device):
     ids = random_ids(2, 11, device)
     for overrides in ({"enable_bias": False}, {"tie_word_embeddings": False}):
@@ -293,6 +346,14 @@ def test_programs_take_it(tmp_path, capsys, monkeypatch, tokenizer, device):
 def test_refused_settings(value, message):
     with pytest.raises((ValueError, TypeError), match=message):
         dejavu_ds.init_inference(tiny_opt(**SIZES), quantize=value)
+
+
+def test_packed_predictors_of_a_model_that_is_not(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["--quantize-predictors"])
+    assert "--quantize-predictors goes with --quantize nf4 or fp4" in capsys.readouterr().err
+    with pytest.raises(TypeError, match="predictors must be True or False, got 'nf4'"):
+        QuantizeConfig(predictors="nf4")
 
 
 @pytest.mark.parametrize(

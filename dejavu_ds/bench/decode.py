@@ -232,6 +232,8 @@ def _traffic(plan: Plan, system: System, load: Load, ms: float) -> dict[str, Any
     source = plan.source
     kept, ranks, active = {"mlp_density": 1.0, "head_density": 1.0}, {}, 1.0
     extra = {}
+    # Trained predictors differ in rank from layer to layer, packed ones are of two kinds of weights.
+    predictors_by_formula = source.predictors is None and not (source.quantize and source.quantize.predictors)
     if isinstance(system, Ours) and source.checkpoint is None and load.batch <= _SKIPPING_BATCH:
         # Dense or sparse, a row of fc2 is skipped when all sequences leave its neuron at zero.
         active = union_density(source.active_share, load.batch)
@@ -250,13 +252,12 @@ def _traffic(plan: Plan, system: System, load: Load, ms: float) -> dict[str, Any
         tp=source.tp,
         batch=load.batch,
         context=load.context,
-        ranks=ranks,
+        ranks=ranks if predictors_by_formula else {},
         active_share=active,
-        quantize=source.quantize if isinstance(system, Ours) else None,
+        quantize=source.quantize.type if isinstance(system, Ours) and source.quantize else None,
         **kept,
     )
-    if source.predictors is not None and isinstance(system, Sparse):
-        # Trained predictors differ in rank from layer to layer.
+    if isinstance(system, Sparse) and not predictors_by_formula:
         nbytes += sum(s.nbytes for b in system.engine.blocks for s in (b.attention.selector, b.mlp.selector) if s)
     rate = nbytes / ms / 1e6
     return {**kept, **extra, "step_bytes": nbytes, "gb_per_s": rate, "share_of_limit": rate / plan.limit}
@@ -296,13 +297,15 @@ def _describe(plan: Plan, name: str, load: Load) -> dict[str, Any]:
         batch=load.batch,
         context=load.context,
         dtype=str(source.dtype).removeprefix("torch."),
-        quantize=source.quantize if name in ("dense", "sparse") else None,
+        quantize=source.quantize.type if source.quantize and name in ("dense", "sparse") else None,
         mlp_density=plan.mlp_density if sparse else 1.0,
         head_density=plan.head_density if sparse else 1.0,
         variant="kernel injection" if kernels else None,
         weights="random" if source.checkpoint is None else "checkpoint",
         limit_gb_per_s=plan.limit,
     )
+    if sparse and source.quantize is not None:
+        row["quantize_predictors"] = source.quantize.predictors
     if source.checkpoint is None:
         row["active_share"] = source.active_share
     return row

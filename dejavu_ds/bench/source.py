@@ -28,7 +28,7 @@ class Source:
     checkpoint    folder or hub name; None: random weights
     predictors    trained for the checkpoint; None: random ones
     active_share  of the neurons, with random weights (see `weights.fill`)
-    quantize      our engine's weights in 4 bits, "nf4" or "fp4"; None: as they are. The others' stay as they are
+    quantize      our engine's weights in 4 bits; None: as they are. The others' stay as they are
     """
 
     shape: Shape
@@ -38,13 +38,13 @@ class Source:
     checkpoint: str | None = None
     predictors: PredictorSet | None = None
     active_share: float = 0.5
-    quantize: str | None = None
+    quantize: QuantizeConfig | None = None
     _model: torch.nn.Module | None = field(default=None, repr=False)
     _engine: DejaVuEngine | None = field(default=None, repr=False)
 
     def check_memory(self, ours_only: bool) -> None:
         """Raise ValueError where one rank's share of the model cannot fit, packed if only our engine is to run."""
-        quantize = self.quantize if ours_only else None
+        quantize = self.quantize.type if ours_only and self.quantize else None
         needed = model_bytes(self.shape, self.dtype.itemsize, self.tp, quantize)
         dtype = quantize or str(self.dtype).removeprefix("torch.")
         check_memory(needed, self.device, f"{self.shape.name} in {dtype} over {self.tp} rank(s)")
@@ -113,6 +113,6 @@ class Source:
         model = empty_model(self.shape, self.dtype)
         config = DeepSpeedInferenceConfig(dtype=self.dtype, tensor_parallel={"tp_size": self.tp})
         graphs = self.device.type == "cuda"
-        quantize, weights = QuantizeConfig.of(self.quantize), RandomWeights(self.shape.hidden, self.active_share)
+        weights = RandomWeights(self.shape.hidden, self.active_share)
         with quiet_stdout():
-            return DejaVuEngine(model, config, policy_for(model.config), None, None, graphs, quantize, weights)
+            return DejaVuEngine(model, config, policy_for(model.config), None, None, graphs, self.quantize, weights)

@@ -344,7 +344,10 @@ def make_predict(B, N, r, threshold, live, bias, dtype, device):
 
 
 def check_predict(op: Callable, case: dict) -> None:
-    logits = case["z"].double() @ case["w2"].double().T
+    w2 = case["w2"].double()
+    if case.get("scale") is not None:
+        w2 *= case["scale"].double()[:, None]
+    logits = case["z"].double() @ w2.T
     if case["b2"] is not None:
         logits += case["b2"].double()
     logits = logits.tolist()

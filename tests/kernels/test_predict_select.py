@@ -38,6 +38,28 @@ def test_keeps_the_units_above_the_threshold(op, B, N, r, threshold, live, bias,
     check_predict(op, make_predict(B, N, r, threshold, live, bias, dtype, device))
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("B, N, r", [(1, 40, 48), (1, 300, 256), (1, 100, 300), (4, 130, 40), (17, 64, 16)])
+def test_weights_in_8_bits(op, B, N, r, dtype, device):
+    """A scale a row, powers of 2 so that sums are the same in any order."""
+    torch.manual_seed(0)
+    case = make_predict(B, N, r, 2.0, None, True, dtype, device)
+    case["w2"] = torch.randint(-127, 128, (N, r), dtype=torch.int8, device=device)
+    case["scale"] = 2.0 ** torch.randint(-9, -4, (N,), device=device).float()
+    check_predict(op, case)
+
+
+@pytest.mark.parametrize(
+    "scale, w2",
+    [(torch.ones(7), torch.int8), (torch.ones(8, dtype=torch.float16), torch.int8), (torch.ones(8), torch.float16)],
+)
+def test_a_scale_that_does_not_fit(scale, w2, device):
+    case = make_predict(1, 8, 16, 0.0, None, False, torch.float16, device)
+    case |= {"w2": torch.zeros(8, 16, dtype=w2, device=device), "scale": scale.to(device)}
+    with pytest.raises(ValueError, match=r"a scale must be \[8\] fp32, for w2 in int8"):
+        predict_select(**case)
+
+
 def test_lists_units_over_many_steps(op, device, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK_N", 16)
     monkeypatch.setattr(module, "_LIST_BLOCKS", 2)

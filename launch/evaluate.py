@@ -150,7 +150,10 @@ def run(args) -> None:
     )
     static = static_scores(engine, args, tokenizer)
     # What the files hold now, not after hours.
-    found = conditions(engine, args, "launch/evaluate.py", predictors) if args.out and rank() == 0 else None
+    found = None
+    if args.out and rank() == 0:
+        found = conditions(engine, args, "launch/evaluate.py", predictors)
+        found["quantize_predictors"] = args.quantize_predictors
     rows, realised = [], {}
     for mode, selection, sparsity in settings(args):
         matched = realised.get((mode, sparsity)) if args.match_realised else None
@@ -280,7 +283,6 @@ def describe(engine, model: str, mode: str, selection: str | None, sparsity, arg
         "criterion": criteria.get(selection),
         "lookahead": lookahead,
         "quantize": args.quantize,
-        "quantize_predictors": args.quantize_predictors,
         "asked_mlp_density": None if sparsity is None else sparsity.mlp_density,
         "asked_head_density": None if sparsity is None else sparsity.head_density,
     }

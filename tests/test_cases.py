@@ -546,5 +546,5 @@ def test_case_24_the_engine_takes_the_faster_way_and_says_so(faster, device, mon
     assert not torch.equal(texts["dense"], texts["sparse"])
     auto = dense(tiny_opt(), predictors=predictors, sparsity=SparsityConfig(0.2, 0.4, mode="auto"))
     assert torch.equal(auto.generate(ids, **options), texts[faster])
-    assert ("batch of 2: dense heads and mlp" in caplog.text) == (faster == "dense")
+    assert ("batch of 2: heads and MLP run dense" in caplog.text) == (faster == "dense")
     assert (auto.stats.report().mlp_density == 1.0) == (faster == "dense")

@@ -30,7 +30,7 @@ from dejavu_ds.checks import (
 from dejavu_ds.collectives import TensorParallel, no_compilation
 from dejavu_ds.config import SparsityConfig
 from dejavu_ds.fingerprint import fingerprint
-from dejavu_ds.finite import NonFiniteError, check_weights, raise_everywhere
+from dejavu_ds.finite import check_weights, raised_everywhere
 from dejavu_ds.head import RowParallelHead
 from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.inputs import check_inputs, mask_and_positions
@@ -188,7 +188,8 @@ class DejaVuEngine(InferenceEngine):
         self._ops = ops_for(device)
         if weights is None:
             check_weights(self.module, self.tp, device)
-        self._pack_or_raise(device, weights)
+        with raised_everywhere(self.tp, device):
+            self._pack(device, weights)
         head = self.module.lm_head
         if isinstance(head, LmHeadLinearAllreduce):
             embedding = self.module.get_input_embeddings().weight if tied else None
@@ -202,15 +203,6 @@ class DejaVuEngine(InferenceEngine):
         self.runner = StepRunner(self, cuda_graph)
         if predictors is not None:
             self.attach(self.predictor_selectors(predictors, sparsity), sparsity)
-
-    def _pack_or_raise(self, device: torch.device, weights: Weights | None) -> None:
-        """`_pack`; the weights that one rank has read and found wrong are named by all."""
-        error = None
-        try:
-            self._pack(device, weights)
-        except NonFiniteError as found:
-            error = found
-        raise_everywhere(error, self.tp, device)
 
     def _pack(self, device: torch.device, weights: Weights | None) -> None:
         """The blocks' weights, read if they are not yet, into the gather layout, and into 4 bits if asked for: a

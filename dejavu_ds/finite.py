@@ -5,7 +5,8 @@ step: what is NaN or infinite in a layer makes every later layer norm NaN, and s
 gave them repeated, layer by layer, to see where it began.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -54,15 +55,17 @@ def check_weights(model: nn.Module, tp: TensorParallel, device: torch.device) ->
         raise NonFiniteError(f"NaN or infinity in the weights {', '.join(names[:3])}{more}; {_way_out(dtype)}")
 
 
-def raise_everywhere(error: NonFiniteError | None, tp: TensorParallel, device: torch.device) -> None:
-    """Collective: what any rank has found in the weights it read, raised on every rank.
+@contextmanager
+def raised_everywhere(tp: TensorParallel, device: torch.device) -> Iterator[None]:
+    """Collective: what any rank finds in the weights that it reads inside is raised on every rank.
 
-    One that raised alone would leave the others waiting for it.
-
-    Args:
-        error: of this rank; None: its weights are sound.
-        device: for communication.
+    One that raised alone would leave the others waiting for it. `device` is for communication.
     """
+    error = None
+    try:
+        yield
+    except NonFiniteError as found:
+        error = found
     if tp.size > 1:
         texts = torch.zeros(tp.size, _LONGEST_TEXT, dtype=torch.int32, device=device)
         if error is not None:

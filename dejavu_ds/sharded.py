@@ -5,6 +5,7 @@ every rank owns a run of layers, receives their activations from all ranks, and 
 and optimiser states are so divided by the number of ranks.
 """
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dejavu_ds.checkpoint import Weights, tie
 from dejavu_ds.fingerprint import fingerprint
-from dejavu_ds.finite import NonFiniteError, raise_everywhere
+from dejavu_ds.finite import raised_everywhere
 from dejavu_ds.injection_policies import policy_for
 
 if TYPE_CHECKING:
@@ -156,14 +157,10 @@ def _read_parts(model: PreTrainedModel, weights: Weights, dtype: torch.dtype, tp
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
-    layers, error = policy_for(model.config).layers(model), None
+    layers = policy_for(model.config).layers(model)
     prefix = next(f"{name}." for name, module in model.named_modules() if module is layers)
-    try:
+    with contextlib.closing(weights), raised_everywhere(tp, device):
         weights.fill(layers, prefix, device, dtype)
         if not model.config.tie_word_embeddings:
             weights.fill(model.lm_head, "lm_head.", device, dtype)
-    except NonFiniteError as found:
-        error = found
-    weights.close()
-    raise_everywhere(error, tp, device)
     model.to(device)

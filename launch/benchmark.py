@@ -307,10 +307,13 @@ def run_tune(args) -> None:
             f"tune needs a GPU and --dtype fp16 or bf16; this is {args.dtype} on a "
             f"{'GPU' if device.type == 'cuda' else 'CPU'}"
         )
-    entries = tune(make_layers(args, device), args.kernels, args.steps, args.workers, say)
-    write_tuned(entries, torch.cuda.get_device_name(device), Path(args.out))
-    if args.all:
-        replace_file(Path(args.all), (json.dumps(entries) + "\n").encode())
+    entries = []
+    for entry in tune(make_layers(args, device), args.kernels, args.steps, args.workers, say):
+        entries.append(entry)
+        # After every one: a search that is cut short leaves what it has.
+        write_tuned([entry], torch.cuda.get_device_name(device), Path(args.out))
+        if args.all:
+            replace_file(Path(args.all), (json.dumps(entries) + "\n").encode())
 
 
 def save(args, rows: list[dict]) -> None:

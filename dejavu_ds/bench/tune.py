@@ -139,7 +139,9 @@ def compile_some(jobs: list[tuple[str, Layer, Config]]) -> None:
         torch.cuda.empty_cache()
 
 
-def tune(layers: list[Layer], kernels: list[str], repeats: int, workers: int, say: Callable[[str], None]) -> list[dict]:
+def tune(
+    layers: list[Layer], kernels: list[str], repeats: int, workers: int, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
     """The fastest configuration of each kernel for each layer: entries of `tuned.json`, with all times beside."""
     jobs = [(k, layer, c) for layer in layers for k in kernels for c in candidates(k, layer.batch, layer.shape.hidden)]
     say(f"{len(jobs)} candidates, compiled by {workers} processes")
@@ -150,14 +152,11 @@ def tune(layers: list[Layer], kernels: list[str], repeats: int, workers: int, sa
         process.start()
     for process in processes:
         process.join()
-    entries = []
     for layer in layers:
         for kernel in kernels:
-            found = _fastest(kernel, layer, repeats)
-            for entry in found:
+            for entry in _fastest(kernel, layer, repeats):
                 say(json.dumps(entry | {"tried": len(entry["tried"])}))
-            entries += found
-    return entries
+                yield entry
 
 
 def _fastest(kernel: str, layer: Layer, repeats: int) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ class Config(NamedTuple):
               gather_down_proj, whose programs take strips of block_d columns: as many shares of the rows as this allows
     half      of 4-bit rows, for activations in fp16: products and short sums in half precision
     wide      packed_down_proj and packed_out_proj: words of a row that a thread adds up, 1 or 2
+    listed    down-projections that skip zeros, of one token: a program lists the rows that it wants before it reads any
     """
 
     block_b: int
@@ -40,6 +41,7 @@ class Config(NamedTuple):
     programs: int = 528
     half: bool = False
     wide: int = 1
+    listed: bool = True
 
 
 WHOLE_ROWS = ("gather_up_proj", "gather_qkv", "packed_up_proj", "packed_qkv")
@@ -91,9 +93,9 @@ def config_for(kernel: str, B: int, D: int, dtype: torch.dtype, over_gpus: bool 
         return Config(block_b, 2, row_block(D, 1024), programs=4096)
     if dot:
         return Config(block_b, 128, max(16, row_block(D, 64)), True, stages=3)
-    # With more rows a step than half of the threads, Triton would load what is said of a row in another layout than the
-    # row, and change it in every step.
-    return Config(block_b, 256, row_block(D, 64), warps=16, programs=264)
+    # Four rows a thread at a time, and those of the next step, in registers that let three programs share a
+    # multiprocessor.
+    return Config(block_b, 128, row_block(D, 64), warps=8, programs=396)
 
 
 def _packed_config(kernel: str, block_b: int, dot: bool, D: int, over_gpus: bool) -> Config:
@@ -108,11 +110,14 @@ def _packed_config(kernel: str, block_b: int, dot: bool, D: int, over_gpus: bool
         return Config(block_b, 1, block_d, False, 1, max(1, block_d // (32 * 16)), 528 // block_b, True)
     if dot:
         return Config(block_b, 64, 64, True, stages=3)
-    # Short strips, for more programs; a step is 4 words a thread for one token, so that registers hold all sums. Two
-    # words of a row share what is asked about it; with more tokens their sums would not fit.
-    block_d, warps, wide = row_block(D, 128 if over_gpus else 256), 8, 2 if block_b == 1 else 1
+    # Short strips, for more programs. Two words of a row share its scale and what is asked about it; with more tokens
+    # their sums would not fit into registers. Most words on their way at a time is what counts: 8 a thread, for one
+    # token.
+    wide = 2 if block_b == 1 else 1
+    warps = 8 if over_gpus or block_b > 1 else 4
+    block_d = row_block(D, 128 if over_gpus or block_b == 1 else 256)
     rows = 32 * warps * 16 * wide // block_d
-    return Config(block_b, max(1, 4 // (block_b * wide)) * rows, block_d, False, 1, warps, 396, wide=wide)
+    return Config(block_b, max(1, 4 // block_b) * rows, block_d, False, 1, warps, 396, wide=wide)
 
 
 def _row_tile(D: int, most: int) -> int:

@@ -30,6 +30,22 @@ import triton.language as tl
 from dejavu_ds.kernels.configs import Config, config_for, rows_at_once
 from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
+from dejavu_ds.kernels.wanted_rows import (
+    LIST,
+    MOST_EACH,
+    ask,
+    ask_places,
+    can_list,
+    can_share_sums,
+    cut,
+    declare,
+    first_places,
+    list_address,
+    list_wanted,
+    row_and_mask,
+    split_all,
+    store_sum,
+)
 
 
 def gather_down_proj_ref(
@@ -97,38 +113,75 @@ _LEAST_ROWS = 64
 
 
 @triton.jit
-def _of_token(h_ptrs, b, first_b, B, stride_h_b, offs_n, end):
-    """Elements offs_n of token first_b + b; zeros from `end` on, and for a token that is not there."""
-    end_b = tl.where(first_b + b < B, end, 0)
-    return tl.load(h_ptrs + b * stride_h_b + offs_n, mask=offs_n < end_b, other=0.0)
-
-
-@triton.jit
 def _weights(
-    w_ptr, unit, h, h_ptrs, offs_n, rows, first_b, B, offs_d, stride_h_b,
+    w_ptr, units, h, place, rows, columns,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     SKIP_ZEROS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
-    """The strip of the rows at places offs_n, as far as some token wants them; h is that of the first token."""
-    row = unit.to(tl.int64) * GROUP + offs_n % GROUP
-    mask = offs_n < rows
-    if SKIP_ZEROS:
-        wanted = h != 0.0
-        for b in tl.static_range(1, BLOCK_B):
-            wanted |= _of_token(h_ptrs, b, first_b, B, stride_h_b, offs_n, rows) != 0.0
-        mask = mask & wanted
-    if D % BLOCK_D != 0:
-        mask = mask & (offs_d < D)[None, :]
-    # Weights pass through the L1 cache.
-    return tl.load(w_ptr + row * D + offs_d[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    """`columns` [threads, LANE] of the rows at these places, as far as some token wants them: a tuple by steps."""
+    w = ()
+    for u in tl.static_range(STEPS):
+        row, mask = row_and_mask(units, h, place, rows, u, GROUP, SKIP_ZEROS, BLOCK_B, ROWS, LISTED)
+        mask = mask[:, None]
+        if D % BLOCK_D != 0:
+            mask = mask & (columns < D)
+        # Weights pass through the L1 cache.
+        w_ptrs = w_ptr + columns + (row * D)[:, None]
+        w = w + (tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    return w
+
+
+@triton.jit
+def _add(acc, w, h, BLOCK_B: tl.constexpr, STEPS: tl.constexpr):
+    """acc, [threads, LANE] for each token, and h * w of all steps."""
+    for u in tl.static_range(STEPS):
+        values, new = w[u].to(tl.float32), ()
+        for b in tl.static_range(BLOCK_B):
+            new = new + (acc[b] + h[u * BLOCK_B + b].to(tl.float32)[:, None] * values,)
+        acc = new
+    return acc
+
+
+@triton.jit
+def _walk(
+    acc, h_ptr, w_ptr, idx_ptr, listed, units, h, next_units, next_h, first, step, rows, thread, columns, first_b, B,
+    stride_h_b,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKIP_ZEROS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """acc and the rows at places first .. rows - 1, every `step` a block; of the first two blocks `ask` has been."""
+    place = first + thread // (thread.shape[0] // ROWS)
+    w = _weights(w_ptr, units, h, place, rows, columns, D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, LISTED)
+    for _ in range(first, rows, step):
+        place += step
+        next_w = _weights(
+            w_ptr, next_units, next_h, place, rows, columns,
+            D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, LISTED,
+        )  # fmt: skip
+        after_units, after_h = ask(
+            h_ptr, idx_ptr, listed, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, LISTED
+        )
+        acc = _add(acc, w, h, BLOCK_B, STEPS)
+        w, h = next_w, next_h
+        next_units, next_h = after_units, after_h
+    return acc
 
 
 @triton.jit
 def _sum_of_rows(
-    h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
+    h_ptr, w_ptr, idx_ptr, count_ptr, thread, columns, first_b, B, stride_h_b,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     SKIP_ZEROS: tl.constexpr,
@@ -136,44 +189,54 @@ def _sum_of_rows(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of the places first .. rows - 1.
+    """By multiply-adds, of this share's rows: for each token [threads, LANE] in fp32.
 
-    A thread holds 16 bytes of every ROWS-th row, so that the sum over these rows stays within it. While one tile is
-    added up the next one is on its way, and what says where the one after that lies.
+    EACH  places a thread that are listed at a time; 0: there is no list, and blocks of BLOCK_N places are taken in turn
+    Where the first places of a share lie does not hang on the count, so that they are asked for at the same time as it.
     """
-    acc = tl.zeros((BLOCK_B, ROWS, BLOCK_D), dtype=tl.float32)
-    h_ptrs = h_ptr + first_b * stride_h_b
-    offs_n = first + tl.arange(0, BLOCK_N)[:, None]
-    unit = tl.load(idx_ptr + offs_n // GROUP, mask=offs_n < rows, other=0)
-    h = _of_token(h_ptrs, 0, first_b, B, stride_h_b, offs_n, rows)
-    next_unit = tl.load(idx_ptr + (offs_n + BLOCK_N) // GROUP, mask=offs_n + BLOCK_N < rows, other=0)
-    next_h = _of_token(h_ptrs, 0, first_b, B, stride_h_b, offs_n + BLOCK_N, rows)
-    w = _weights(
-        w_ptr, unit, h, h_ptrs, offs_n, rows, first_b, B, offs_d, stride_h_b, D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D
-    )
-    for n in range(first, rows, BLOCK_N):
-        offs_n = n + tl.arange(0, BLOCK_N)[:, None]
-        ahead = offs_n + BLOCK_N
-        next_w = _weights(
-            w_ptr, next_unit, next_h, h_ptrs, ahead, rows, first_b, B, offs_d, stride_h_b,
-            D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D,
+    STEPS: tl.constexpr = BLOCK_N // ROWS
+    LANES: tl.constexpr = thread.shape[0] // ROWS
+    share, shares = tl.program_id(1), tl.num_programs(1)
+    acc = ()
+    for _ in tl.static_range(BLOCK_B):
+        acc = acc + (tl.zeros_like(columns).to(tl.float32),)
+    if EACH > 0:
+        first, start, step = first_places(share, shares, thread, EACH)
+        units, h = ask_places(h_ptr, idx_ptr, start, stride_h_b, GROUP, EACH)
+        rows = tl.load(count_ptr) * GROUP
+        listed, place = list_address(thread), thread // LANES
+        for here in range(first, rows, step):
+            n = list_wanted(units, h, start, rows, thread, EACH)
+            start += step
+            if here + step < rows:
+                units, h = ask_places(h_ptr, idx_ptr, start, rows, GROUP, EACH)
+            now, now_h = ask(h_ptr, idx_ptr, listed, place, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True)
+            then, then_h = ask(
+                h_ptr, idx_ptr, listed, place + BLOCK_N, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True
+            )
+            acc = _walk(
+                acc, h_ptr, w_ptr, idx_ptr, listed, now, now_h, then, then_h, 0, BLOCK_N, n, thread, columns,
+                first_b, B, stride_h_b, D, 1, False, 1, BLOCK_D, ROWS, STEPS, True,
+            )  # fmt: skip
+    else:
+        first, step = share * BLOCK_N, shares * BLOCK_N
+        place = first + thread // LANES
+        units, h = ask(
+            h_ptr, idx_ptr, None, place, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
+        )
+        then, then_h = ask(
+            h_ptr, idx_ptr, None, place + step, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
+        )
+        rows = tl.load(count_ptr) * GROUP
+        h = cut(h, place, rows, BLOCK_B, ROWS, STEPS)
+        then_h = cut(then_h, place + step, rows, BLOCK_B, ROWS, STEPS)
+        acc = _walk(
+            acc, h_ptr, w_ptr, idx_ptr, None, units, h, then, then_h, first, step, rows, thread, columns,
+            first_b, B, stride_h_b, D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, False,
         )  # fmt: skip
-        ahead += BLOCK_N
-        next_unit = tl.load(idx_ptr + ahead // GROUP, mask=ahead < rows, other=0)
-        for b in tl.static_range(BLOCK_B):
-            if b > 0:
-                h = _of_token(h_ptrs, b, first_b, B, stride_h_b, offs_n, rows)
-            products = tl.reshape(h.to(tl.float32) * w.to(tl.float32), (BLOCK_N // ROWS, ROWS, BLOCK_D))
-            y = tl.sum(products, axis=0)[None, :, :]
-            if BLOCK_B == 1:
-                acc += y
-            else:
-                # An element of acc knows its b when the kernel is compiled, so this is one addition.
-                acc = tl.where((tl.arange(0, BLOCK_B) == b)[:, None, None], acc + y, acc)
-        w, h = next_w, next_h
-        next_h = _of_token(h_ptrs, 0, first_b, B, stride_h_b, ahead, rows)
-    return tl.sum(acc, axis=1)
+    return acc
 
 
 @triton.jit
@@ -216,10 +279,42 @@ def _gather_down_proj_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DOT: tl.constexpr,
+    LANE: tl.constexpr,
+    EACH: tl.constexpr,
+    SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """By multiply-adds; a thread has LANE neighbouring columns of the strip, 16 bytes."""
+    LANES: tl.constexpr = BLOCK_D // LANE
+    declare(EACH > 0 or SHARED)
+    await_inputs(EARLY)
+    first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
+    thread = tl.arange(0, ROWS * LANES)
+    first_d = tl.program_id(0) * BLOCK_D
+    columns = (first_d + thread % LANES * LANE)[:, None] + tl.arange(0, LANE)[None, :]
+    acc = _sum_of_rows(
+        h_ptr, w_ptr, idx_ptr, count_ptr, thread, columns, first_b, B, stride_h_b,
+        D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, EACH,
+    )  # fmt: skip
+    for b in tl.static_range(BLOCK_B):
+        place = tl.program_id(1).to(tl.int64) * B + first_b + b
+        end = tl.where(first_b + b < B, D - first_d, 0)
+        store_sum(split_all(acc[b], LANE), y_ptr + place * D + first_d, end, thread, ROWS, LANES, LANE, SHARED)
+
+
+@triton.jit(do_not_specialize=["B", "stride_h_b"])
+def _gather_down_proj_dot_kernel(
+    h_ptr, w_ptr, idx_ptr, count_ptr, y_ptr,
+    B, stride_h_b,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """By tensor cores."""
     await_inputs(EARLY)
     rows = tl.load(count_ptr) * GROUP
     share = tl.cdiv(rows, tl.num_programs(1))
@@ -227,16 +322,10 @@ def _gather_down_proj_kernel(
     rows = tl.minimum(first + share, rows)
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
-    if DOT:
-        y = _dot_of_rows(
-            h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
-            D, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES,
-        )  # fmt: skip
-    else:
-        y = _sum_of_rows(
-            h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
-            D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D,
-        )  # fmt: skip
+    y = _dot_of_rows(
+        h_ptr, w_ptr, idx_ptr, first, rows, first_b, B, offs_d, stride_h_b,
+        D, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES,
+    )  # fmt: skip
     offs_b = first_b + tl.arange(0, BLOCK_B)
     mask = (offs_b < B)[:, None] & (offs_d < D)[None, :]
     place = tl.program_id(1).to(tl.int64) * B + offs_b
@@ -297,19 +386,32 @@ def gather_down_proj(
     c = config or config_for("gather_down_proj" if group == 1 else "out_proj", B, D, h.dtype, out is not None)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out
-    _gather_down_proj_kernel[(strips, len(y), tiles)](
+    if c.dot:
+        kernel, own = _gather_down_proj_dot_kernel, {"STAGES": c.stages}
+    else:
+        lane = min(c.block_d, 16 // h.dtype.itemsize)
+        rows, lanes = min(c.block_n, rows_at_once(c, h.dtype)), c.block_d // lane
+        listed = can_list(c, rows * lanes, skip_zeros)
+        kernel, own = (
+            _gather_down_proj_kernel,
+            {
+                "SKIP_ZEROS": skip_zeros,
+                "ROWS": rows,
+                "LANE": lane,
+                "EACH": min(MOST_EACH, LIST // (rows * lanes)) if listed else 0,
+                "SHARED": can_share_sums(c, rows * lanes, lanes),
+            },
+        )
+    kernel[(strips, len(y), tiles)](
         h, w, idx, count, y,
         B, h.shape[1],
         D=D,
         GROUP=group,
-        SKIP_ZEROS=skip_zeros,
         BLOCK_B=c.block_b,
         BLOCK_N=c.block_n,
-        ROWS=min(c.block_n, rows_at_once(c, h.dtype)),
         BLOCK_D=c.block_d,
-        DOT=c.dot,
-        STAGES=c.stages,
         num_warps=c.warps,
+        **own,
         **launch_options(),
     )  # fmt: skip
     return y

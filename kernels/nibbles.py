@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_threads
 
 from dejavu_ds.kernels.packed_weight import NESTED_BLOCK, PackedWeight
 from dejavu_ds.kernels.tiles import _INTERPRETED
@@ -188,10 +189,14 @@ def fill_table(table_ptr, ASM: tl.constexpr):
         tl.inline_asm_elementwise(
             _DECLARE_ASM, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
         )  # fmt: skip
-        # 16 bytes a store: four lanes' copies of a pair
-        offs = tl.arange(0, 2048)
-        pairs = tl.load(table_ptr + offs // 8)
-        tl.inline_asm_elementwise(_FILL_ASM, "=r,r,r", [offs * 16, pairs], dtype=tl.int32, is_pure=False, pack=1)
+        # 16 bytes a store: four lanes' copies of a pair. The addresses of a thread differ by constants.
+        THREADS: tl.constexpr = num_threads()
+        thread = tl.arange(0, THREADS)
+        for i in tl.static_range(2048 // THREADS):
+            pairs = tl.load(table_ptr + thread // 8 + i * (THREADS // 8))
+            tl.inline_asm_elementwise(
+                _FILL_ASM, "=r,r,r", [thread * 16 + i * (THREADS * 16), pairs], dtype=tl.int32, is_pure=False, pack=1
+            )
         tl.debug_barrier()
 
 

@@ -34,9 +34,23 @@ from dejavu_ds.kernels.nibbles import (
     split_pairs,
     word_table,
 )
-from dejavu_ds.kernels.packed_products import join_all
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
+from dejavu_ds.kernels.wanted_rows import (
+    LIST,
+    MOST_EACH,
+    ask,
+    ask_places,
+    can_list,
+    can_share_sums,
+    cut,
+    declare,
+    first_places,
+    list_address,
+    list_wanted,
+    row_and_mask,
+    store_sum,
+)
 
 _WORD = tl.constexpr(WORD)
 
@@ -61,37 +75,13 @@ def packed_down_proj_ref(
 
 
 @triton.jit
-def _ask(
-    h_ptr, idx_ptr, place, end, first_b, B, stride_h_b,
-    GROUP: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
-    """Units and h of STEPS times ROWS places, from `place` [threads] on: two tuples, h of all tokens of a step."""
-    units, h = (), ()
-    # Pointers first, and what is the same for all threads last: addresses of neighbouring steps differ by a constant.
-    for u in tl.static_range(STEPS):
-        at = place + u * ROWS
-        idx_ptrs = idx_ptr + place + u * ROWS if GROUP == 1 else idx_ptr + at // GROUP
-        units = units + (tl.load(idx_ptrs, mask=at < end, other=0),)
-        for b in tl.static_range(BLOCK_B):
-            end_b = end
-            if b > 0:
-                end_b = tl.where(first_b + b < B, end, 0)
-            h_ptrs = h_ptr + (first_b + b) * stride_h_b + place + u * ROWS
-            h = h + (tl.load(h_ptrs, mask=at < end_b, other=0.0),)
-    return units, h
-
-
-@triton.jit
-def _cut(h, place, rows, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr):
-    """h from `_ask`, zero from place `rows` on."""
-    out = ()
-    for u in tl.static_range(STEPS):
-        for b in tl.static_range(BLOCK_B):
-            out = out + (tl.where(place + u * ROWS < rows, h[u * BLOCK_B + b], 0.0),)
-    return out
+def _words(w_ptrs, mask, WIDE: tl.constexpr):
+    """WIDE words at each of w_ptrs, one or two, as a tuple. Weights pass through the L1 cache."""
+    if WIDE == 1:
+        return (tl.load(w_ptrs, mask=mask, other=0, eviction_policy="evict_first"),)
+    else:
+        ptrs = w_ptrs[:, None] + tl.arange(0, 2)[None, :]
+        return tl.split(tl.load(ptrs, mask=mask[:, None], other=0, eviction_policy="evict_first"))
 
 
 @triton.jit
@@ -106,31 +96,18 @@ def _weights(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     WIDE: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
-    """WIDE words and scales at each of these places, as far as some token wants them: two tuples."""
+    """WIDE words from `word` on and their scale, of the rows at these places that some token wants: two tuples."""
     WORDS: tl.constexpr = D // _WORD
-    APART: tl.constexpr = BLOCK_D // (16 * WIDE)
     q, absmax = (), ()
     for u in tl.static_range(STEPS):
-        at = place + u * ROWS
-        mask = at < rows
-        if SKIP_ZEROS:
-            wanted = h[u * BLOCK_B] != 0.0
-            for b in tl.static_range(1, BLOCK_B):
-                wanted |= h[u * BLOCK_B + b] != 0.0
-            mask = mask & wanted
-        # In 64 bits: one multiply-add to a pointer.
-        row = units[u].to(tl.int64) * GROUP + at % GROUP
-        for c in tl.static_range(WIDE):
-            mask_c = mask
-            if D % BLOCK_D != 0:
-                mask_c = mask & (word + c * APART < WORDS)
-            # Weights pass through the L1 cache.
-            w_ptrs = w_ptr + word + row * WORDS + c * APART
-            q = q + (tl.load(w_ptrs, mask=mask_c, other=0, eviction_policy="evict_first"),)
-            column, first = (word + c * APART) // (BLOCKSIZE // _WORD), row * (D // BLOCKSIZE)
-            scale = scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask_c)
-            absmax = absmax + (scale,)
+        row, mask = row_and_mask(units, h, place, rows, u, GROUP, SKIP_ZEROS, BLOCK_B, ROWS, LISTED)
+        if D % BLOCK_D != 0:
+            mask = mask & (word < WORDS)
+        q = q + _words(w_ptr + word + row * WORDS, mask, WIDE)
+        column, first = word // (BLOCKSIZE // _WORD), row * (D // BLOCKSIZE)
+        absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask),)
     return q, absmax
 
 
@@ -145,14 +122,14 @@ def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, W
                 sums = ()
                 for i in tl.static_range(_WORD):
                     sums = sums + (acc[c * _WORD + i],)
-                s = h[u].to(tl.float32) * absmax[u * WIDE + c]
+                s = h[u].to(tl.float32) * absmax[u]
                 added = add_word(sums, q[u * WIDE + c], s, table)
                 for i in tl.static_range(_WORD):
                     new = new + (added[i],)
             else:
                 w = decode(q[u * WIDE + c], table, ASM)
                 for b in tl.static_range(BLOCK_B):
-                    s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u * WIDE + c]
+                    s = h[u * BLOCK_B + b].to(tl.float32) * absmax[u]
                     for i in tl.static_range(_WORD):
                         new = new + (acc[(c * BLOCK_B + b) * _WORD + i] + s * w[i],)
         acc = new
@@ -168,7 +145,7 @@ def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr)
         for _ in tl.static_range(_WORD // 2):
             sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
         for u in tl.static_range(STEPS):
-            sums = add_word_half(sums, q[u * WIDE + c], h[u].to(tl.float32) * absmax[u * WIDE + c], table)
+            sums = add_word_half(sums, q[u * WIDE + c], h[u].to(tl.float32) * absmax[u], table)
         for i in tl.static_range(_WORD // 2):
             low, high = split_pairs(sums[i])
             out = out + (acc[c * _WORD + 2 * i] + low, acc[c * _WORD + 2 * i + 1] + high)
@@ -176,9 +153,50 @@ def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr)
 
 
 @triton.jit
+def _walk(
+    acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, listed, units, h,
+    next_units, next_h, first, step, rows, thread, word, first_b, B, stride_h_b,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SKIP_ZEROS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    LISTED: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """acc and the rows at places first .. rows - 1, every `step` a block; of the first two blocks `ask` has been."""
+    place = first + thread // (thread.shape[0] // ROWS)
+    q, absmax = _weights(
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
+        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, LISTED,
+    )  # fmt: skip
+    for _ in range(first, rows, step):
+        place += step
+        next_q, next_absmax = _weights(
+            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, LISTED,
+        )  # fmt: skip
+        after_units, after_h = ask(
+            h_ptr, idx_ptr, listed, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, LISTED
+        )
+        if HALF:
+            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
+        else:
+            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
+        q, absmax, h = next_q, next_absmax, next_h
+        next_units, next_h = after_units, after_h
+    return acc
+
+
+@triton.jit
 def _sum_of_rows(
-    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr, idx_ptr, count_ptr,
-    first_b, B, strip, stride_h_b,
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table, idx_ptr, count_ptr,
+    thread, word, first_b, B, stride_h_b,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -188,65 +206,60 @@ def _sum_of_rows(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    EACH: tl.constexpr,
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_B, BLOCK_D] fp32 by multiply-adds, of this share's blocks of BLOCK_N places.
+    """By multiply-adds, of this share's rows: for each token and word of a thread 16 tensors [threads], by columns.
 
-    A thread owns WIDE words of the strip, as far apart as they can be, and walks every ROWS-th row, so all tensors have
-    one dimension and one layout, and sums stay within a thread. While some rows are added up the next ones are on their
-    way, and what says where those after lie. Where the first blocks of a share lie does not hang on the count, so that
-    they are asked for at the same time as it.
+    EACH  places a thread that are listed at a time; 0: there is no list, and blocks of BLOCK_N places are taken in turn
+    Where the first places of a share lie does not hang on the count, so that they are asked for at the same time as it.
     """
-    WORDS: tl.constexpr = BLOCK_D // (16 * WIDE)
     STEPS: tl.constexpr = BLOCK_N // ROWS
-    thread = tl.arange(0, ROWS * WORDS)
-    word = strip * WORDS * WIDE + thread % WORDS
-    table = word_table(table_ptr, thread, ASM)
-    first, step = tl.program_id(1) * BLOCK_N, tl.num_programs(1) * BLOCK_N
-    place = first + thread // WORDS
-    units, h = _ask(h_ptr, idx_ptr, place, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS)
-    next_units, next_h = _ask(
-        h_ptr, idx_ptr, place + step, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
-    )
-    rows = tl.load(count_ptr) * GROUP
-    offset = offset_of(absmax_offset_ptr)
-    h = _cut(h, place, rows, BLOCK_B, ROWS, STEPS)
-    next_h = _cut(next_h, place + step, rows, BLOCK_B, ROWS, STEPS)
+    LANES: tl.constexpr = thread.shape[0] // ROWS
+    share, shares = tl.program_id(1), tl.num_programs(1)
     acc = ()
     for _ in tl.static_range(BLOCK_B * WIDE * _WORD):
-        acc = acc + (tl.zeros((ROWS * WORDS,), dtype=tl.float32),)
-    q, absmax = _weights(
-        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
-        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE,
-    )  # fmt: skip
-    for _ in range(first, rows, step):
-        place += step
-        next_q, next_absmax = _weights(
-            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE,
-        )  # fmt: skip
-        after_units, after_h = _ask(
-            h_ptr, idx_ptr, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS
+        acc = acc + (tl.zeros_like(thread).to(tl.float32),)
+    if EACH > 0:
+        first, start, step = first_places(share, shares, thread, EACH)
+        units, h = ask_places(h_ptr, idx_ptr, start, stride_h_b, GROUP, EACH)
+        rows = tl.load(count_ptr) * GROUP
+        offset = offset_of(absmax_offset_ptr)
+        listed, place = list_address(thread), thread // LANES
+        for here in range(first, rows, step):
+            n = list_wanted(units, h, start, rows, thread, EACH)
+            start += step
+            if here + step < rows:
+                units, h = ask_places(h_ptr, idx_ptr, start, rows, GROUP, EACH)
+            now, now_h = ask(h_ptr, idx_ptr, listed, place, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True)
+            then, then_h = ask(
+                h_ptr, idx_ptr, listed, place + BLOCK_N, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True
+            )
+            acc = _walk(
+                acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, listed,
+                now, now_h, then, then_h, 0, BLOCK_N, n, thread, word, first_b, B, stride_h_b,
+                D, BLOCKSIZE, 1, False, 1, BLOCK_D, ROWS, STEPS, WIDE, True, HALF, ASM,
+            )  # fmt: skip
+    else:
+        first, step = share * BLOCK_N, shares * BLOCK_N
+        place = first + thread // LANES
+        units, h = ask(
+            h_ptr, idx_ptr, None, place, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
         )
-        if HALF:
-            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
-        else:
-            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
-        q, absmax, h = next_q, next_absmax, next_h
-        next_units, next_h = after_units, after_h
-    y = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
-    for b in tl.static_range(BLOCK_B):
-        parts = ()
-        for c in tl.static_range(WIDE):
-            for i in tl.static_range(_WORD):
-                parts = parts + (acc[(c * BLOCK_B + b) * _WORD + i],)
-        # [threads, WIDE * 16] is [ROWS, WORDS, WIDE, 16]
-        total = tl.sum(tl.reshape(join_all(parts, WIDE * 16), (ROWS, BLOCK_D)), axis=0)
-        if WIDE > 1:
-            total = tl.reshape(tl.permute(tl.reshape(total, (WORDS, WIDE, 16)), (1, 0, 2)), (BLOCK_D,))
-        y = tl.where((tl.arange(0, BLOCK_B) == b)[:, None], total[None, :], y)
-    return y
+        then, then_h = ask(
+            h_ptr, idx_ptr, None, place + step, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
+        )
+        rows = tl.load(count_ptr) * GROUP
+        offset = offset_of(absmax_offset_ptr)
+        h = cut(h, place, rows, BLOCK_B, ROWS, STEPS)
+        then_h = cut(then_h, place + step, rows, BLOCK_B, ROWS, STEPS)
+        acc = _walk(
+            acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, None,
+            units, h, then, then_h, first, step, rows, thread, word, first_b, B, stride_h_b,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, False, HALF, ASM,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit
@@ -303,34 +316,65 @@ def _packed_down_proj_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
-    DOT: tl.constexpr,
+    EACH: tl.constexpr,
+    SHARED: tl.constexpr,
     HALF: tl.constexpr,
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """By multiply-adds; a thread has WIDE neighbouring words of the strip."""
+    LANES: tl.constexpr = BLOCK_D // (16 * WIDE)
+    fill_table(table_ptr, ASM)
+    declare(EACH > 0 or SHARED)
+    await_inputs(EARLY)
+    strip = tl.program_id(0)
+    first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
+    thread = tl.arange(0, ROWS * LANES)
+    table = word_table(table_ptr, thread, ASM)
+    acc = _sum_of_rows(
+        h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table, idx_ptr, count_ptr,
+        thread, (strip * LANES + thread % LANES) * WIDE, first_b, B, stride_h_b,
+        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, WIDE, EACH, HALF, ASM,
+    )  # fmt: skip
+    for b in tl.static_range(BLOCK_B):
+        parts = ()
+        for c in tl.static_range(WIDE):
+            for i in tl.static_range(_WORD):
+                parts = parts + (acc[(c * BLOCK_B + b) * _WORD + i],)
+        place = tl.program_id(1).to(tl.int64) * B + first_b + b
+        end = tl.where(first_b + b < B, D - strip * BLOCK_D, 0)
+        store_sum(parts, y_ptr + place * D + strip * BLOCK_D, end, thread, ROWS, LANES, WIDE * 16, SHARED)
+
+
+@triton.jit(do_not_specialize=["B", "stride_h_b"])
+def _packed_down_proj_dot_kernel(
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr,
+    idx_ptr, count_ptr, y_ptr,
+    B, stride_h_b,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """By tensor cores."""
+    await_inputs(EARLY)
     strip = tl.program_id(0)
     first_b = tl.program_id(2).to(tl.int64) * BLOCK_B
-    if not DOT:
-        fill_table(table_ptr, ASM)
-    await_inputs(EARLY)
-    if DOT:
-        rows = tl.load(count_ptr) * GROUP
-        offset = offset_of(absmax_offset_ptr)
-        share = tl.cdiv(rows, tl.num_programs(1))
-        first = tl.program_id(1) * share
-        rows = tl.minimum(first + share, rows)
-        y = _dot_of_rows(
-            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
-            first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES, ASM,
-        )  # fmt: skip
-    else:
-        y = _sum_of_rows(
-            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr, idx_ptr,
-            count_ptr, first_b, B, strip, stride_h_b,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, WIDE, HALF, ASM,
-        )  # fmt: skip
+    rows = tl.load(count_ptr) * GROUP
+    offset = offset_of(absmax_offset_ptr)
+    share = tl.cdiv(rows, tl.num_programs(1))
+    first = tl.program_id(1) * share
+    rows = tl.minimum(first + share, rows)
+    y = _dot_of_rows(
+        h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table_ptr, idx_ptr, first, rows,
+        first_b, B, strip, stride_h_b,
+        D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, STAGES, ASM,
+    )  # fmt: skip
     offs_b = first_b + tl.arange(0, BLOCK_B)
     offs_d = strip * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (offs_b < B)[:, None] & (offs_d < D)[None, :]
@@ -363,23 +407,34 @@ def packed_down_proj(
     lookup = lookup_of(w, h.dtype, c.dot)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out
-    _packed_down_proj_kernel[(strips, len(y), tiles)](
+    if c.dot:
+        kernel, own = _packed_down_proj_dot_kernel, {"STAGES": c.stages}
+    else:
+        rows, lanes = min(c.block_n, packed_rows_at_once(c)), max(1, c.block_d // (WORD * c.wide))
+        listed = can_list(c, rows * lanes, skip_zeros)
+        kernel, own = (
+            _packed_down_proj_kernel,
+            {
+                "SKIP_ZEROS": skip_zeros,
+                "ROWS": rows,
+                "WIDE": c.wide,
+                "EACH": min(MOST_EACH, LIST // (rows * lanes)) if listed else 0,
+                "SHARED": can_share_sums(c, rows * lanes, lanes),
+                "HALF": c.half and c.block_b == 1 and lookup.asm != "" and h.dtype == torch.float16,
+            },
+        )
+    kernel[(strips, len(y), tiles)](
         h, *w.pointers(), lookup.table, idx, count, y,
         B, h.shape[1],
         D=D,
         BLOCKSIZE=w.blocksize,
         GROUP=group,
-        SKIP_ZEROS=skip_zeros,
         BLOCK_B=c.block_b,
         BLOCK_N=c.block_n,
-        ROWS=min(c.block_n, packed_rows_at_once(c)),
         BLOCK_D=c.block_d,
-        WIDE=c.wide,
-        DOT=c.dot,
-        HALF=c.half and c.block_b == 1 and lookup.asm != "" and h.dtype == torch.float16,
-        STAGES=c.stages,
         ASM=lookup.asm,
         num_warps=c.warps,
+        **own,
         **launch_options(),
     )  # fmt: skip
     return y

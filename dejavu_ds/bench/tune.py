@@ -54,10 +54,12 @@ def candidates(kernel: str, B: int, D: int) -> Iterator[Config]:
             if D % d == 0 and d >= 8 * 32 * min(warps, 4) and 8 <= per_thread <= 64 and D // d <= 24:
                 yield Config(block_b, n, d, False, 1, warps, programs)
     else:
-        # Why no more rows: see `config_for`.
-        for d, warps in itertools.product((32, 64, 128), (4, 8, 16)):
-            for programs in sorted({264, 528, 1056, SUMMED_PARTS * D // d}) if D % d == 0 else ():
-                yield Config(block_b, 16 * warps, d, False, 1, warps, programs)
+        # Rows that a thread has on their way at a time, and programs for as many warps as registers allow with them.
+        for d, (warps, steps) in itertools.product((32, 64, 128), ((4, 4), (8, 2), (8, 4), (16, 2))):
+            n = steps * 32 * warps * 16 // (2 * d)
+            tried = {2112 // warps, 3168 // warps, 4224 // warps, SUMMED_PARTS * D // d}
+            for programs in sorted(tried) if D % d == 0 else ():
+                yield Config(block_b, n, d, False, 1, warps, programs)
 
 
 def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator[Config]:
@@ -77,12 +79,14 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
             if tiles * d <= 1.34 * D and tiles * (8 * block_b + 6 * n) <= 128 and n * block_b <= 4:
                 yield Config(block_b, n, d, False, 1, warps, programs, True)
     else:
-        # The sums of all warps, 4 * warps * d bytes, and the table of 32 KB have 48 KB of shared memory.
         wide = 2 if block_b == 1 else 1
-        for d, warps, steps in itertools.product((128, 256, 512), (4, 8), (1, 2, 4, 8)):
-            fits = D % d == 0 and 2 <= steps * wide * block_b <= 8
-            for programs in sorted({396, SUMMED_PARTS * D // d}) if fits else ():
-                yield Config(block_b, steps * 32 * warps * WORD * wide // d, d, False, 1, warps, programs, wide=wide)
+        tiles = ((64, 4, 4), (64, 8, 2), (128, 4, 2), (128, 4, 4), (128, 8, 2), (256, 4, 4), (256, 8, 2))
+        # Every token has its own sums.
+        for d, warps, steps in sorted({(d, warps, max(1, steps // block_b)) for d, warps, steps in tiles}):
+            n = steps * 32 * warps * WORD * wide // d
+            for half in (False, True) if block_b == 1 else (False,):
+                for programs in sorted({264, 396, SUMMED_PARTS * D // d}) if D % d == 0 else ():
+                    yield Config(block_b, n, d, False, 1, warps, programs, half, wide)
 
 
 def calls(

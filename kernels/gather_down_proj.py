@@ -161,21 +161,30 @@ def _walk(
     STEPS: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
-    """acc and the rows at places first .. rows - 1, every `step` a block; of the first two blocks `ask` has been."""
+    """acc and the rows at places first .. rows - 1, every `step` a block.
+
+    `ask` has been of the first block, and of the next one but where it takes them from the list, which is quick.
+    """
     place = first + thread // (thread.shape[0] // ROWS)
     w = _weights(w_ptr, units, h, place, rows, columns, D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, LISTED)
     for _ in range(first, rows, step):
         place += step
+        if LISTED:
+            next_units, next_h = ask(
+                h_ptr, idx_ptr, listed, place, rows, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, LISTED
+            )
         next_w = _weights(
             w_ptr, next_units, next_h, place, rows, columns,
             D, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, LISTED,
         )  # fmt: skip
-        after_units, after_h = ask(
-            h_ptr, idx_ptr, listed, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, LISTED
-        )
+        if not LISTED:
+            after_units, after_h = ask(
+                h_ptr, idx_ptr, None, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
+            )
         acc = _add(acc, w, h, BLOCK_B, STEPS)
         w, h = next_w, next_h
-        next_units, next_h = after_units, after_h
+        if not LISTED:
+            next_units, next_h = after_units, after_h
     return acc
 
 
@@ -213,11 +222,8 @@ def _sum_of_rows(
             if here + step < rows:
                 units, h = ask_places(h_ptr, idx_ptr, start, rows, GROUP, EACH)
             now, now_h = ask(h_ptr, idx_ptr, listed, place, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True)
-            then, then_h = ask(
-                h_ptr, idx_ptr, listed, place + BLOCK_N, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True
-            )
             acc = _walk(
-                acc, h_ptr, w_ptr, idx_ptr, listed, now, now_h, then, then_h, 0, BLOCK_N, n, thread, columns,
+                acc, h_ptr, w_ptr, idx_ptr, listed, now, now_h, now, now_h, 0, BLOCK_N, n, thread, columns,
                 first_b, B, stride_h_b, D, 1, False, 1, BLOCK_D, ROWS, STEPS, True,
             )  # fmt: skip
     else:

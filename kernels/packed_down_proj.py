@@ -169,7 +169,10 @@ def _walk(
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc and the rows at places first .. rows - 1, every `step` a block; of the first two blocks `ask` has been."""
+    """acc and the rows at places first .. rows - 1, every `step` a block.
+
+    `ask` has been of the first block, and of the next one but where it takes them from the list, which is quick.
+    """
     place = first + thread // (thread.shape[0] // ROWS)
     q, absmax = _weights(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
@@ -177,19 +180,25 @@ def _walk(
     )  # fmt: skip
     for _ in range(first, rows, step):
         place += step
+        if LISTED:
+            next_units, next_h = ask(
+                h_ptr, idx_ptr, listed, place, rows, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, LISTED
+            )
         next_q, next_absmax = _weights(
             w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
             D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, LISTED,
         )  # fmt: skip
-        after_units, after_h = ask(
-            h_ptr, idx_ptr, listed, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, LISTED
-        )
+        if not LISTED:
+            after_units, after_h = ask(
+                h_ptr, idx_ptr, None, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
+            )
         if HALF:
             acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
         else:
             acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
         q, absmax, h = next_q, next_absmax, next_h
-        next_units, next_h = after_units, after_h
+        if not LISTED:
+            next_units, next_h = after_units, after_h
     return acc
 
 
@@ -233,12 +242,9 @@ def _sum_of_rows(
             if here + step < rows:
                 units, h = ask_places(h_ptr, idx_ptr, start, rows, GROUP, EACH)
             now, now_h = ask(h_ptr, idx_ptr, listed, place, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True)
-            then, then_h = ask(
-                h_ptr, idx_ptr, listed, place + BLOCK_N, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True
-            )
             acc = _walk(
                 acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, listed,
-                now, now_h, then, then_h, 0, BLOCK_N, n, thread, word, first_b, B, stride_h_b,
+                now, now_h, now, now_h, 0, BLOCK_N, n, thread, word, first_b, B, stride_h_b,
                 D, BLOCKSIZE, 1, False, 1, BLOCK_D, ROWS, STEPS, WIDE, True, HALF, ASM,
             )  # fmt: skip
     else:

@@ -80,7 +80,7 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
                 yield Config(block_b, n, d, False, 1, warps, programs, True)
     else:
         wide = 2 if block_b == 1 else 1
-        tiles = ((64, 4, 4), (64, 8, 2), (128, 4, 2), (128, 4, 4), (128, 8, 2), (256, 4, 4), (256, 8, 2))
+        tiles = ((64, 4, 4), (64, 8, 2), (128, 4, 2), (128, 4, 4), (128, 8, 2), (128, 8, 4), (256, 4, 4), (256, 8, 2))
         # Every token has its own sums.
         for d, warps, steps in sorted({(d, warps, max(1, steps // block_b)) for d, warps, steps in tiles}):
             n = steps * 32 * warps * WORD * wide // d

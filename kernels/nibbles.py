@@ -176,6 +176,17 @@ _ADD_HALF_ASM = tl.constexpr(
     + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${i};\n" for i in range(8))
     + "DONE: }"
 )
+# The same for two words of one factor: 16 lookups that do not wait for one another. The words, the factor, the lane.
+_VALUES_OF_TWO = [f"v{i}" for i in range(16)]
+_ADD_TWO_HALF_ASM = tl.constexpr(
+    f"{_REGISTERS} .reg .b32 v<16>, u; .reg .b16 e; .reg .pred p;\n"
+    + "".join(f"mov.b32 ${i}, ${20 + i};\n" for i in range(16))
+    + "setp.eq.f32 p, $18, 0f00000000; @p bra DONE;\n"
+    + "cvt.rn.f16.f32 e, $18; mov.b32 u, {e, e};\n"
+    + f"{_look_up('$16', '$19', _VALUES_OF_TWO[:8])}\n{_look_up('$17', '$19', _VALUES_OF_TWO[8:])}\n"
+    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${i};\n" for i in range(16))
+    + "DONE: }"
+)
 _SPLIT_ASM = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 
 
@@ -258,6 +269,20 @@ def add_word_half(acc, q, s, table):
         _ADD_HALF_ASM, "=&r" + ",=&r" * 7 + ",l,f,r" + ",r" * 8,
         [q, s, table, acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_two_words_half(acc, q, s, table):
+    """The same of two words, a tuple, and 16 tensors of pairs."""
+    return tl.inline_asm_elementwise(
+        _ADD_TWO_HALF_ASM, "=&r" + ",=&r" * 15 + ",l,l,f,r" + ",r" * 16,
+        [q[0], q[1], s, table,
+         acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+         acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+               tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True, pack=1,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from dejavu_ds.kernels.dense import packed_times_ref
 from dejavu_ds.kernels.gather_down_proj import check_down, in_parts, shares_of
 from dejavu_ds.kernels.nibbles import (
     WORD,
+    add_two_words_half,
     add_word,
     add_word_half,
     byte_table,
@@ -139,16 +140,19 @@ def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, W
 @triton.jit
 def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr):
     """The same for one token, added up over the steps in half precision."""
+    sums = ()
+    for _ in tl.static_range(WIDE * _WORD // 2):
+        sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
+    for u in tl.static_range(STEPS):
+        s = h[u].to(tl.float32) * absmax[u]
+        if WIDE == 2:
+            sums = add_two_words_half(sums, (q[2 * u], q[2 * u + 1]), s, table)
+        else:
+            sums = add_word_half(sums, q[u], s, table)
     out = ()
-    for c in tl.static_range(WIDE):
-        sums = ()
-        for _ in tl.static_range(_WORD // 2):
-            sums = sums + (tl.zeros_like(absmax[0]).to(tl.int32),)
-        for u in tl.static_range(STEPS):
-            sums = add_word_half(sums, q[u * WIDE + c], h[u].to(tl.float32) * absmax[u], table)
-        for i in tl.static_range(_WORD // 2):
-            low, high = split_pairs(sums[i])
-            out = out + (acc[c * _WORD + 2 * i] + low, acc[c * _WORD + 2 * i + 1] + high)
+    for i in tl.static_range(WIDE * _WORD // 2):
+        low, high = split_pairs(sums[i])
+        out = out + (acc[2 * i] + low, acc[2 * i + 1] + high)
     return out
 
 

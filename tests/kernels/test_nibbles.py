@@ -192,6 +192,19 @@ def test_a_word_added(seed, code, shared):
     assert run(nibbles._ADD_HALF_ASM.value, 8, word(codes), 0.0, lane, *pairs) == pairs
 
 
+def test_two_words_added(code, shared):
+    """As one after the other."""
+    words, lane = [word(random_codes(seed)) for seed in (1, 2)], lane_of(5)
+    before = [[bits_of(np.float16([i, k])) for i in range(8)] for k in (1, 2)]
+    for factor in (0.375, 0.0):
+        singly = [
+            run(nibbles._ADD_HALF_ASM.value, 8, w, factor, lane, *sums, shared=shared)
+            for w, sums in zip(words, before, strict=True)
+        ]
+        both = run(nibbles._ADD_TWO_HALF_ASM.value, 16, *words, factor, lane, *before[0], *before[1], shared=shared)
+        assert both == singly[0] + singly[1]
+
+
 def test_a_word_times_x():
     rng = np.random.default_rng(0)
     w, x = rng.standard_normal((2, 16)).astype(np.float16)

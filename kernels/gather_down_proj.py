@@ -212,6 +212,7 @@ def _sum_of_rows(
     for _ in tl.static_range(BLOCK_B):
         acc = acc + (tl.zeros_like(columns).to(tl.float32),)
     if EACH > 0:
+        h_ptr += first_b * stride_h_b
         first, start, step = first_places(share, shares, thread, EACH)
         units, h = ask_places(h_ptr, idx_ptr, start, stride_h_b, GROUP, EACH)
         rows = tl.load(count_ptr) * GROUP

@@ -235,6 +235,7 @@ def _sum_of_rows(
     for _ in tl.static_range(BLOCK_B * WIDE * _WORD):
         acc = acc + (tl.zeros_like(thread).to(tl.float32),)
     if EACH > 0:
+        h_ptr += first_b * stride_h_b
         first, start, step = first_places(share, shares, thread, EACH)
         units, h = ask_places(h_ptr, idx_ptr, start, stride_h_b, GROUP, EACH)
         rows = tl.load(count_ptr) * GROUP

@@ -59,6 +59,7 @@ def packed_tile(w: PackedWeight, rows: slice, columns: slice) -> torch.Tensor:
             D=w.shape[-1],
             BLOCKSIZE=w.blocksize,
             BLOCK=_BLOCK,
+            enable_fp_fusion=False,  # bitsandbytes rounds a nested scale before it adds the offset
             **launch_options(),
         )  # fmt: skip
     return out

@@ -85,7 +85,17 @@ def test_rows_in_4_bits(config, D, units, count, group, device, monkeypatch):
 def test_tokens_have_sums_of_their_own(device):
     torch.manual_seed(0)
     case = make_down(3, 100, 90, 77, 1, True, torch.float16, device)
-    check_down(partial(gather_down_proj, config=plain(64, 2, 2, 4)._replace(block_b=2)), case, True)
+    for block_b in (1, 2):
+        check_down(partial(gather_down_proj, config=plain(64, 2, 2, 4)._replace(block_b=block_b)), case, True)
+
+
+def test_tokens_have_lists_of_their_own(device, monkeypatch):
+    monkeypatch.setattr(nibbles, "num_threads", lambda: 128)
+    torch.manual_seed(0)
+    case = make_down(3, 128, 90, 77, 1, True, torch.float16, device)
+    case["w"].nan_to_num_(0.5, 0.5)
+    op = over_packed(partial(packed_down_proj, config=packed(128, 4, 4, 2, 2)), case, NF4, exactly=True)
+    check_down(op, case, True, TABLE)
 
 
 def test_what_stands_beyond_the_count(device):

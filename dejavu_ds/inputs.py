@@ -6,6 +6,12 @@ from torch import nn
 from dejavu_ds.cache import DejaVuCache
 
 
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """ValueError for an input that lies elsewhere than the engine."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the engine on {device}: move it with .to(engine.device)")
+
+
 def check_inputs(
     embedding: nn.Embedding, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
 ) -> torch.Tensor:
@@ -21,12 +27,14 @@ def check_inputs(
             )
         if inputs_embeds.dtype != embedding.weight.dtype:
             raise TypeError(f"inputs_embeds must be {embedding.weight.dtype} like the model, got {inputs_embeds.dtype}")
+        check_device("inputs_embeds", inputs_embeds, embedding.weight.device)
         return inputs_embeds
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise TypeError(f"input_ids must be a tensor of int64 or int32, got {found}")
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {list(input_ids.shape)}")
+    check_device("input_ids", input_ids, embedding.weight.device)
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= embedding.num_embeddings:
         wrong = low if low < 0 else high
@@ -53,6 +61,7 @@ def mask_and_positions(
             f"attention_mask must be [{B}, {S}] or, with the cached tokens, [{B}, {past.length + S}]; "
             f"got {list(attention_mask.shape)}"
         )
+    check_device("attention_mask", attention_mask, past.key_mask.device)
     mask = attention_mask[:, -S:].bool()
     if position_ids is None:
         position_ids = attention_mask.bool().long().cumsum(1)[:, -S:] - 1
@@ -60,6 +69,7 @@ def mask_and_positions(
             position_ids = position_ids + past.position_ids[:, None]
     elif position_ids.shape not in ((B, S), (1, S)):
         raise ValueError(f"position_ids must be [{B}, {S}] for the new tokens, got {list(position_ids.shape)}")
+    check_device("position_ids", position_ids, past.key_mask.device)
     low = int(torch.where(mask, position_ids, 0).min())
     # What stands at padding does not matter; the policies know -1 for it.
     position_ids = torch.where(mask, position_ids, -1)

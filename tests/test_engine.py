@@ -69,6 +69,18 @@ def test_two_engines_in_one_process(device):
     assert torch.equal(first(ids).logits, want) and not torch.equal(second(ids).logits, want)
 
 
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds", "attention_mask", "position_ids"])
+def test_inputs_that_lie_elsewhere(name, device):
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+    ids = torch.randint(3, 131, (1, 6), device=device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6)[None].to(ids)}
+    if name == "inputs_embeds":
+        inputs[name] = engine.module.get_input_embeddings()(inputs.pop("input_ids"))
+    inputs[name] = inputs[name].to("meta")
+    with pytest.raises(ValueError, match=rf"^{name} is on meta, the engine on {device}.*\.to\(engine\.device\)"):
+        engine(**inputs)
+
+
 def test_a_refusal_leaves_the_callers_model_alone():
     model = tiny_opt()
     before = [type(m) for m in model.modules()]

@@ -87,28 +87,30 @@ def test_a_predictor_is_named():
         dejavu_ds.init_inference(tiny_opt(), predictors=predictors, dtype=torch.float32)
 
 
-def break_layer(engine, layer: int, value: float, after: int) -> None:
-    """From its `after`-th call on, a layer's MLP adds `value`: what an overflow in it would leave."""
+def break_layer(engine, layer: int, value: float, position: int) -> None:
+    """A layer adds `value`, what an overflow would leave: everywhere for position 0, else from that token on.
+
+    The device decides, so a graph of the step is broken at the same token.
+    """
     mlp = engine.blocks[layer].mlp
-    calls = {"n": 0}
+    prefill, decode = mlp.prefill, mlp.decode
 
-    def broken(original):
-        def call(x, *args, **kwargs):
-            calls["n"] += 1
-            return original(x + value if calls["n"] > after else x, *args, **kwargs)
+    def broken(x, hidden, cache, *args):
+        return decode(x + torch.where(cache.position >= position, value, 0.0).to(x.dtype), hidden, cache, *args)
 
-        return call
-
-    mlp.prefill, mlp.decode = broken(mlp.prefill), broken(mlp.decode)
+    mlp.decode = broken
+    if not position:
+        mlp.prefill = lambda x, *args: prefill(x + value, *args)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 5}, {"repetition_penalty": 1.3}], ids=str)
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("layer, after, where", [(1, 0, "the prompt"), (2, 4, "position 10"), (0, 1, "position 7")])
-def test_a_layer_is_named(layer, after, where, value, sparse, options):
-    """In the prefill, or in the step of the token after `after` calls; before that the tokens are the sound ones."""
-    ids, tokens = prompt(), []
+@pytest.mark.parametrize("layer, position, where", [(1, 0, "the prompt"), (2, 10, "position 10"), (0, 7, "position 7")])
+def test_a_layer_is_named(layer, position, where, value, sparse, options, device):
+    """In the prefill, or in the step of a token; before that the tokens are the sound ones."""
+    ids, tokens = prompt(device=device), []
+    sound = position - 6 if position else 0
 
     class Streamer:
         def put(self, values):
@@ -119,46 +121,46 @@ def test_a_layer_is_named(layer, after, where, value, sparse, options):
 
     engine = engine_of(sparse=sparse)
     torch.manual_seed(0)
-    want = engine.generate(ids, max_new_tokens=12, eos_token_id=None, **options)[:, 7 : 7 + after]
-    break_layer(engine, layer, value, after)
+    want = engine.generate(ids, max_new_tokens=12, eos_token_id=None, **options)[:, 7 : 7 + sound]
+    break_layer(engine, layer, value, position)
     torch.manual_seed(0)
     with pytest.raises(NonFiniteError, match=f"^layer {layer} gave NaN or infinity for .*{where}; in float32"):
         engine.generate(ids, max_new_tokens=12, eos_token_id=None, streamer=Streamer(), **options)
     # The streamer gets a batch of tokens a step, after the prompt.
-    assert torch.equal(torch.stack([t.cpu() for t in tokens[1:]], 1) if after else want, want.cpu())
+    assert torch.equal(torch.stack([t.cpu() for t in tokens[1:]], 1) if sound else want.cpu(), want.cpu())
 
 
-def test_fp16_that_overflows():
+def test_fp16_that_overflows(device):
     """Weights that are all finite, and activations that fp16 cannot hold: the layer where they start."""
     model = tiny_opt()
     model.model.decoder.layers[1].fc2.weight.data.fill_(3e4)
     model.model.decoder.layers[1].fc1.weight.data.mul_(50)
-    ids = prompt(B=1)
+    ids = prompt(B=1, device=device)
     same = copy.deepcopy(model)
     assert engine_of(model).generate(ids, max_new_tokens=3, eos_token_id=None).shape == (1, 10)
     with pytest.raises(NonFiniteError, match=r"^layer 1 gave .* for the prompt; fp16 ends at 65504"):
         engine_of(same, dtype=torch.float16).generate(ids, max_new_tokens=3)
 
 
-def test_embeddings_that_are_given():
+def test_embeddings_that_are_given(device):
     engine = engine_of()
-    embeds = engine.module.get_input_embeddings()(prompt()).clone()
+    embeds = engine.module.get_input_embeddings()(prompt(device=device)).clone()
     embeds[1, 2, 3] = NAN
     with pytest.raises(NonFiniteError, match=r"^the embeddings gave NaN"):
         engine.generate(inputs_embeds=embeds, max_new_tokens=3)
 
 
-def test_the_head():
+def test_the_head(device):
     engine = engine_of()
     engine.module.lm_head.weight = torch.nn.Parameter(engine.module.lm_head.weight.detach().clone())
     engine.module.lm_head.weight.data[9, 4] = INF
     with pytest.raises(NonFiniteError, match=r"^the language-model head gave NaN or infinity for the prompt"):
-        engine.generate(prompt(), max_new_tokens=3)
+        engine.generate(prompt(device=device), max_new_tokens=3)
 
 
-def test_a_kept_cache_survives_the_error():
+def test_a_kept_cache_survives_the_error(device):
     """The run is repeated from where it began: the cache holds the same tokens, and another engine goes on with it."""
-    engine, ids = engine_of(), prompt()
+    engine, ids = engine_of(), prompt(device=device)
     cache = engine.new_cache(2, 30)
     engine.generate(ids[:, :4], past_key_values=cache, max_new_tokens=2, eos_token_id=None)
     break_layer(engine, 1, NAN, 0)
@@ -171,19 +173,19 @@ def test_a_kept_cache_survives_the_error():
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_processors_that_leave_no_token(value, do_sample):
+def test_processors_that_leave_no_token(value, do_sample, device):
     class Everything(LogitsProcessor):
         def __call__(self, input_ids, scores):
             return torch.full_like(scores, value) if input_ids.shape[1] == 9 else scores
 
     options = {"max_new_tokens": 5, "eos_token_id": None, "do_sample": do_sample}
     with pytest.raises(ValueError, match=r"after the token at position 8: the logits are finite, but the processors"):
-        engine_of().generate(prompt(), logits_processor=LogitsProcessorList([Everything()]), **options)
+        engine_of().generate(prompt(device=device), logits_processor=LogitsProcessorList([Everything()]), **options)
 
 
-def test_a_temperature_that_overflows():
+def test_a_temperature_that_overflows(device):
     with pytest.raises(ValueError, match="after the prompt: the logits are finite, but the processors"):
-        engine_of().generate(prompt(), do_sample=True, temperature=1e-40, max_new_tokens=3)
+        engine_of().generate(prompt(device=device), do_sample=True, temperature=1e-40, max_new_tokens=3)
 
 
 def test_a_finished_sequence_may_be_anything():
@@ -199,6 +201,6 @@ def test_a_finished_sequence_may_be_anything():
 def test_fixed_sets_are_watched_too(device):
     engine = engine_of()
     fix_selection(engine, mlp=lambda i: [torch.ones(77, dtype=torch.bool, device=device)])
-    break_layer(engine, 2, NAN, 3)
+    break_layer(engine, 2, NAN, 9)
     with pytest.raises(NonFiniteError, match=r"^layer 2 "):
         engine.generate(prompt(device=device), max_new_tokens=9, eos_token_id=None)

@@ -113,14 +113,17 @@ def _sum_word(q, x, table, dtype: tl.constexpr, HALF: tl.constexpr, ASM: tl.cons
 
 
 @triton.jit
-def load_tokens(
-    x_ptr, first_x, tokens,
-    D: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Tokens first_x .. of x [tokens, D], a word of each of their tiles of BLOCK_D elements a thread.
+def tokens_from(first, tokens, N: tl.constexpr):
+    """Numbers first .. first + N - 1 of tokens, a tuple; the last token in place of those that are not there."""
+    out = ()
+    for b in tl.static_range(N):
+        out = out + (tl.minimum(first + b, tokens - 1) if N > 1 else first,)
+    return out
+
+
+@triton.jit
+def load_tokens(x_ptr, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr, ASM: tl.constexpr):
+    """Rows `tokens`, numbers in a tuple, of x [., D], a word of each of their tiles of BLOCK_D elements a thread.
 
     A tuple by tiles, tokens, and what `_load_x` gives. It stays in registers while a program walks over rows.
     """
@@ -132,9 +135,8 @@ def load_tokens(
         if (D // _WORD) % BLOCK != 0:
             mask = offs < D // _WORD
         x = ()
-        for b in tl.static_range(BLOCK_X):
-            token = tl.minimum(first_x + b, tokens - 1) if BLOCK_X > 1 else first_x
-            x = x + (_load_x(x_ptr + token * D + offs * _WORD, mask, ASM),)
+        for b in tl.static_range(len(tokens)):
+            x = x + (_load_x(x_ptr + tokens[b] * D + offs * _WORD, mask, ASM),)
         out = out + (x,)
     return out
 

@@ -1,8 +1,12 @@
 """Recovery of missing keys and values over 4-bit rows.
 
 `recover_kv` for a `PackedWeight`: the same arguments, shapes and meaning, but that w [H, 3, head_dim, D] is packed and
-its rows are decoded on the way; see `packed_weight` for the layout. The kernel multiplies by the table's values in the
-dtype of the inputs and the sum of a block by its scale, the twin by decoded elements in that dtype.
+its rows are decoded on the way; see `packed_weight` for the layout.
+
+Most heads have missed a token or two. With so few inputs their rows are multiplied as `packed_qkv` multiplies those of
+other heads, by multiply-adds and as fast: each program takes some rows and a pair of inputs. Heads that have missed
+more come after them, by tensor cores: there it is the table's values in the dtype of the inputs that are multiplied,
+and the sum of a block by its scale. The twin multiplies by decoded elements in that dtype.
 """
 
 import torch
@@ -10,8 +14,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.nibbles import byte_table, lookup_of, offset_of
-from dejavu_ds.kernels.packed_products import packed_rows_dot
+from dejavu_ds.kernels.configs import config_for, token_block
+from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, word_table
+from dejavu_ds.kernels.packed_products import load_rows, load_tokens, packed_rows_dot, sum_rows
 from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.kernels.recover_kv import check_recover, due_heads
 from dejavu_ds.kernels.tiles import await_inputs, launch_options
@@ -41,13 +46,135 @@ def packed_recover_kv_ref(
             cache[:, head, first : t + 1] = F.linear(x, rows, None if b is None else b[head, part])
 
 
-# An item is one position of one sequence: so many in a tile where there are no more, else in a larger one.
+# An item is one position of one sequence. By multiply-adds pairs of them, where a head has no more than so many; a
+# program then takes so many of its rows.
+_PAIR, _FEWEST, _ROWS = 2, 8, 16
+_PAIR_PROGRAMS = 528
+# By tensor cores so many in a tile where there are no more, else in a larger one.
 _FEW, _MANY = 16, 64
 _BLOCK_R = 32
 _STAGES = 3
 _WARPS = 4
 # Two a multiprocessor of an H200.
 _PROGRAMS = 264
+
+
+@triton.jit
+def _store_items(
+    y, b_ptr, k_ptr, v_ptr, head, first, offs_i, items, offs_r, B, H, T,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """y [items, rows], of a head's rows offs_r: first those of its keys, then those of its values."""
+    mask_i, mask_r = offs_i < items, offs_r < 2 * HEAD_DIM
+    batch = (offs_i % B).to(tl.int64)  # all B sequences of a position are neighbours
+    pos = first + offs_i // B
+    if b_ptr is not None:
+        y += tl.load(b_ptr + (head * 3 + 1) * HEAD_DIM + offs_r, mask=mask_r, other=0.0).to(tl.float32)[None, :]
+    y = y.to(k_ptr.dtype.element_ty)
+    out = ((batch * H + head) * T + pos)[:, None] * HEAD_DIM + (offs_r % HEAD_DIM)[None, :]
+    tl.store(k_ptr + out, y, mask=mask_i[:, None] & (offs_r < HEAD_DIM)[None, :])
+    tl.store(v_ptr + out, y, mask=mask_i[:, None] & ((offs_r >= HEAD_DIM) & mask_r)[None, :])
+
+
+@triton.jit
+def _load_places(
+    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, head, place, end,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` of a head's key and value rows place .. place + BLOCK_N - 1, as far as `end`."""
+    rows, ends = (), ()
+    for r in tl.static_range(BLOCK_N):
+        rows = rows + ((head * 3 + 1) * HEAD_DIM + place + r,)
+        ends = ends + (tl.where(place + r < end, D // 16, 0),)
+    return load_rows(
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, ends, D, BLOCKSIZE, BLOCK_N, BLOCK_D
+    )
+
+
+@triton.jit
+def _recover_pair(
+    inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, b_ptr, k_ptr, v_ptr,
+    head, first, item, items, B, H, R, T,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of ROWS of a head's rows for two of its items. The next rows are on their way meanwhile."""
+    place = tl.program_id(0) * ROWS
+    end = tl.minimum(place + ROWS, 2 * HEAD_DIM)
+    tokens = ()
+    for i in tl.static_range(PAIR):
+        one = tl.minimum(item + i, items - 1)
+        tokens = tokens + ((one % B).to(tl.int64) * R + (first + one // B) % R,)
+    x = load_tokens(inputs_ptr, tokens, D, BLOCK_D, ASM)
+    q, absmax = _load_places(
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, head, place, end,
+        D, BLOCKSIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    offs_i = item + tl.arange(0, PAIR)
+    for place in range(tl.program_id(0) * ROWS, end, BLOCK_N):
+        next_q, next_absmax = _load_places(
+            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, head, place + BLOCK_N, end,
+            D, BLOCKSIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        # Loads do not pass a barrier, as in packed_up_proj.
+        tl.debug_barrier()
+        y = sum_rows(q, absmax, x, table, inputs_ptr.dtype.element_ty, PAIR, BLOCK_N, HALF, ASM)
+        offs_r = place + tl.arange(0, BLOCK_N)
+        _store_items(y, b_ptr, k_ptr, v_ptr, head, first, offs_i, items, offs_r, B, H, T, HEAD_DIM)
+        q, absmax = next_q, next_absmax
+
+
+# D is a size of the model; another batch, ring or cache must not compile again.
+@triton.jit(do_not_specialize=["B", "H", "R", "T", "window", "most"])
+def _packed_recover_pairs_kernel(
+    inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr,
+    b_ptr, selected_ptr, watermark_ptr, position_ptr, k_ptr, v_ptr,
+    B, H, R, T, window, most,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PAIR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """By multiply-adds, of the heads that have missed fewer than `most` positions."""
+    await_inputs(EARLY)
+    place, watermark, _ = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, 0, most, BLOCK_HEADS)
+    t = tl.load(position_ptr)
+    pairs = tl.where(place >= 0, tl.cdiv((t + 1 - watermark) * B, PAIR), 0)
+    pairs_so_far = tl.cumsum(pairs, axis=0)
+    if tl.program_id(1) >= tl.sum(pairs, axis=0):
+        return
+    fill_table(table_ptr, ASM)
+    table = word_table(table_ptr, tl.arange(0, BLOCK_D // 16), ASM)
+    offset = offset_of(absmax_offset_ptr)
+    heads = tl.arange(0, BLOCK_HEADS)
+    for pair in range(tl.program_id(1), tl.sum(pairs, axis=0), tl.num_programs(1)):
+        ours = (pair >= pairs_so_far - pairs) & (pair < pairs_so_far)
+        head = tl.sum(tl.where(ours, heads, 0), axis=0).to(tl.int64)
+        first = tl.sum(tl.where(ours, watermark, 0), axis=0)
+        item = (pair - tl.sum(tl.where(ours, pairs_so_far - pairs, 0), axis=0)) * PAIR
+        _recover_pair(
+            inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, b_ptr, k_ptr, v_ptr,
+            head, first, item, (t + 1 - first) * B, B, H, R, T,
+            D, BLOCKSIZE, HEAD_DIM, PAIR, ROWS, BLOCK_N, BLOCK_D, HALF, ASM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -68,28 +195,21 @@ def _recover_rows(
     mask_r = offs_r < 2 * HEAD_DIM
     for i in range(0, items, BLOCK_I):
         offs_i = i + tl.arange(0, BLOCK_I)
-        item = tl.minimum(offs_i, items - 1)  # all B sequences of a position are neighbours
+        item = tl.minimum(offs_i, items - 1)
         batch = (item % B).to(tl.int64)
         pos = first + item // B
-        mask_i = offs_i < items
         y = packed_rows_dot(
-            inputs_ptr, batch * R + pos % R, mask_i, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset,
-            table, row, mask_r, D, BLOCKSIZE, BLOCK_I, BLOCK_R, STAGES, ASM,
+            inputs_ptr, batch * R + pos % R, offs_i < items, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr,
+            offset, table, row, mask_r, D, BLOCKSIZE, BLOCK_I, BLOCK_R, STAGES, ASM,
         )  # fmt: skip
-        if b_ptr is not None:
-            y += tl.load(b_ptr + row, mask=mask_r, other=0.0).to(tl.float32)[None, :]
-        y = y.to(k_ptr.dtype.element_ty)
-        out = ((batch * H + head) * T + pos)[:, None] * HEAD_DIM + (offs_r % HEAD_DIM)[None, :]
-        tl.store(k_ptr + out, y, mask=mask_i[:, None] & (offs_r < HEAD_DIM)[None, :])
-        tl.store(v_ptr + out, y, mask=mask_i[:, None] & ((offs_r >= HEAD_DIM) & mask_r)[None, :])
+        _store_items(y, b_ptr, k_ptr, v_ptr, head, first, offs_i, items, offs_r, B, H, T, HEAD_DIM)
 
 
-# D is a size of the model; another batch, ring or cache must not compile again.
-@triton.jit(do_not_specialize=["B", "H", "R", "T", "window"])
+@triton.jit(do_not_specialize=["B", "H", "R", "T", "window", "least"])
 def _packed_recover_kv_kernel(
     inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table_ptr,
     b_ptr, selected_ptr, watermark_ptr, position_ptr, k_ptr, v_ptr,
-    B, H, R, T, window,
+    B, H, R, T, window, least,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -101,8 +221,9 @@ def _packed_recover_kv_kernel(
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """By tensor cores, of the heads that have missed `least` positions or more."""
     await_inputs(EARLY)
-    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
+    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, least, T, BLOCK_HEADS)
     if heads_due == 0:
         return
     heads = tl.arange(0, BLOCK_HEADS)
@@ -145,14 +266,33 @@ def packed_recover_kv(
     check_recover(inputs, w, b, selected, watermark, position, k_cache, v_cache, window)
     B, R, D = inputs.shape
     H, _, head_dim, _ = w.shape
+    least = 0 if token_block(B)[1] else _FEWEST // B
+
+    def arguments(table: torch.Tensor) -> tuple:
+        pointers = b, selected.view(torch.uint8), watermark, position, k_cache, v_cache
+        return inputs, *w.pointers(), table, *pointers, B, H, R, k_cache.shape[2], window, least
+
+    sizes = {"D": D, "BLOCKSIZE": w.blocksize, "HEAD_DIM": head_dim, "BLOCK_HEADS": triton.next_power_of_2(H)}
+    if least:
+        c = config_for("packed_qkv", _PAIR, D, inputs.dtype)
+        tiles, lookup = triton.cdiv(2 * head_dim, _ROWS), lookup_of(w, inputs.dtype, dot=False)
+        pairs = min(H * _FEWEST // _PAIR, max(1, _PAIR_PROGRAMS // tiles))
+        _packed_recover_pairs_kernel[(tiles, pairs)](
+            *arguments(lookup.table),
+            **sizes,
+            PAIR=_PAIR,
+            ROWS=_ROWS,
+            BLOCK_N=c.block_n,
+            BLOCK_D=c.block_d,
+            HALF=c.half and lookup.asm != "" and inputs.dtype == torch.float16,
+            ASM=lookup.asm,
+            num_warps=c.warps,
+            **launch_options(),
+        )
     tiles, lookup = triton.cdiv(2 * head_dim, _BLOCK_R), lookup_of(w, inputs.dtype, dot=True)
     _packed_recover_kv_kernel[(tiles, max(1, min(H, _PROGRAMS // tiles)))](
-        inputs, *w.pointers(), lookup.table, b, selected.view(torch.uint8), watermark, position, k_cache, v_cache,
-        B, H, R, k_cache.shape[2], window,
-        D=D,
-        BLOCKSIZE=w.blocksize,
-        HEAD_DIM=head_dim,
-        BLOCK_HEADS=triton.next_power_of_2(H),
+        *arguments(lookup.table),
+        **sizes,
         BLOCK_R=_BLOCK_R,
         FEW=_FEW,
         MANY=_MANY,
@@ -160,4 +300,4 @@ def packed_recover_kv(
         ASM=lookup.asm,
         num_warps=_WARPS,
         **launch_options(),
-    )  # fmt: skip
+    )

@@ -18,7 +18,7 @@ import triton.language as tl
 from dejavu_ds.kernels.configs import Config, config_for
 from dejavu_ds.kernels.gather_up_proj import check_gather
 from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, word_table
-from dejavu_ds.kernels.packed_products import load_rows, load_tokens, packed_rows_dot, stack, sum_rows
+from dejavu_ds.kernels.packed_products import load_rows, load_tokens, packed_rows_dot, stack, sum_rows, tokens_from
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, launch_options
 
@@ -188,7 +188,7 @@ def _packed_up_proj_kernel(
     offset = offset_of(absmax_offset_ptr)
     first_b = tl.program_id(1).to(tl.int64) * BLOCK_B
     token = first_b + tl.arange(0, BLOCK_B)
-    x = load_tokens(x_ptr, first_b, B, D, BLOCK_B, BLOCK_D, ASM)
+    x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
     ends = _ends(units, first, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
     q, absmax = _load_block(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, ends,

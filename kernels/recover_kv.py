@@ -109,14 +109,18 @@ def _recover_rows(
 
 
 @triton.jit
-def due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS: tl.constexpr):
-    """Of each head its place among those to be recovered, -1 for the others, and its watermark; how many there are."""
+def due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, least, most, BLOCK_HEADS: tl.constexpr):
+    """Of each head its place among those to be recovered, -1 for the others, and its watermark; how many there are.
+
+    Of those only that miss `least` positions at least, and fewer than `most`.
+    """
     heads = tl.arange(0, BLOCK_HEADS)
     mask_h = heads < H
     selected = tl.load(selected_ptr + heads, mask=mask_h, other=0) != 0
     watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
     missing = tl.load(position_ptr) - watermark
-    due = (mask_h & ((selected & (missing > 0)) | (missing >= window))).to(tl.int32)
+    due = mask_h & ((selected & (missing > 0)) | (missing >= window))
+    due = (due & (missing >= least) & (missing < most)).to(tl.int32)
     return tl.where(due != 0, tl.cumsum(due, axis=0) - 1, -1), watermark, tl.sum(due, axis=0)
 
 
@@ -137,7 +141,7 @@ def _recover_kv_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     await_inputs(EARLY)
-    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
+    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, 0, T, BLOCK_HEADS)
     if heads_due == 0:
         return
     heads = tl.arange(0, BLOCK_HEADS)

@@ -3,10 +3,10 @@
 `recover_kv` for a `PackedWeight`: the same arguments, shapes and meaning, but that w [H, 3, head_dim, D] is packed and
 its rows are decoded on the way; see `packed_weight` for the layout.
 
-Most heads have missed a token or two. With so few inputs their rows are multiplied as `packed_qkv` multiplies those of
+Most heads have missed a few tokens. With so few inputs their rows are multiplied as `packed_qkv` multiplies those of
 other heads, by multiply-adds and as fast: each program takes some rows and a pair of inputs. Heads that have missed
-more come after them, by tensor cores: there it is the table's values in the dtype of the inputs that are multiplied,
-and the sum of a block by its scale. The twin multiplies by decoded elements in that dtype.
+many more come after them, by tensor cores: there the table's values are multiplied in the dtype of the inputs, and the
+sum of a block by its scale. The twin multiplies by decoded elements in that dtype.
 """
 
 import torch
@@ -47,15 +47,15 @@ def packed_recover_kv_ref(
 
 
 # An item is one position of one sequence. By multiply-adds pairs of them, where a head has no more than so many; a
-# program then takes so many of its rows.
-_PAIR, _FEWEST, _ROWS = 2, 8, 16
-_PAIR_PROGRAMS = 528
+# program then takes so many of its rows. With more items tensor cores are faster, though they take 70 us for a tile.
+_PAIR, _FEWEST, _ROWS = 2, 64, 16
+# Two a multiprocessor of an H200.
+_PAIR_PROGRAMS = 264
 # By tensor cores so many in a tile where there are no more, else in a larger one.
 _FEW, _MANY = 16, 64
 _BLOCK_R = 32
 _STAGES = 3
 _WARPS = 4
-# Two a multiprocessor of an H200.
 _PROGRAMS = 264
 
 

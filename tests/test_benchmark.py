@@ -9,10 +9,13 @@ import sys
 
 import pytest
 import torch
+from models import PROMPTS
 from PIL import Image
 from test_tp import python_path
-from transformers import OPTForCausalLM
+from transformers import AutoTokenizer, OPTForCausalLM
 
+import dejavu_ds
+from dejavu_ds import SparsityConfig
 from dejavu_ds.bench import decode, systems, traffic
 from dejavu_ds.bench.decode import Load
 from dejavu_ds.bench.random_predictors import attach_calibrated, default_ranks, random_predictors, union_density
@@ -325,6 +328,31 @@ def test_a_model_with_its_own_predictors(tmp_path):
     (row,) = run(tmp_path, "decode", *arguments, *QUICK, "--systems", "sparse")["rows"]
     assert (row["shape"], row["weights"]) == ("opt-7m", "checkpoint")
     assert 0 < row["mlp_density"] < 0.7 and row["head_density"] == 1.0
+
+
+def _turnover_of_trained_heads(device: str) -> float:
+    """Over the texts that the bundled model makes of some prompts, in decode steps of half of the heads."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model())
+    predictors = f"{bundled_model()}/predictors"
+    sparsity = SparsityConfig(head_density=0.5)
+    engine = dejavu_ds.init_inference(str(bundled_model()), predictors=predictors, sparsity=sparsity)
+    shares = []
+    for prompt in PROMPTS[:4]:
+        ids = engine.generate(tokenizer(prompt, return_tensors="pt").input_ids.to(device), max_new_tokens=60)
+        columns = list(ids.T.contiguous())
+        load = Load(30, ids[:, :10], columns[10:20], columns[20:])
+        system = decode.Sparse(engine, None)
+        shares.append(system.head_turnover(load))
+    return sum(shares) / len(shares)
+
+
+def test_heads_stay_as_long_as_trained_ones(device, tmp_path):
+    """The benchmark's random predictors, and trained ones on text: one kept head in ten was left out just before."""
+    assert 0.05 < _turnover_of_trained_heads(device) < 0.2
+    shape = "hidden=256,ffn=512,heads=32,layers=4,vocab=512,positions=128"
+    arguments = ["--shape", shape, "--steps", "20", "--contexts", "40", "--systems", "sparse"]
+    (row,) = run(tmp_path, "decode", *arguments)["rows"]
+    assert 0.05 < row["head_turnover"] < 0.2
 
 
 def test_kernels(tmp_path):

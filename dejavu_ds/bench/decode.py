@@ -192,6 +192,23 @@ class Sparse(Ours):
 
         attach_calibrated(self.engine, predictors, densities, run)
 
+    def head_turnover(self, load: Load) -> float | None:
+        """Share of the kept heads that were left out for the token before, over the timed steps; None: none are chosen,
+        or there is but one step.
+
+        What they have missed of keys and values is computed first, so this share costs time beyond the density's.
+        """
+        selectors = [block.attention.selector for block in self.engine.blocks if block.attention.selector is not None]
+        if not selectors or len(load.tokens) < 2:
+            return None
+        _warm_up(self, load)
+        kept = []
+        for tokens in load.tokens:
+            self.step(tokens)
+            kept.append(torch.cat([selector.selection.mask for selector in selectors]))
+        now, before = torch.stack(kept[1:]), torch.stack(kept[:-1])
+        return (now & ~before).sum().item() / max(1, now.sum().item())
+
 
 @torch.no_grad()
 def _measure(plan: Plan, system: System, load: Load) -> dict[str, Any]:
@@ -214,6 +231,8 @@ def _measure(plan: Plan, system: System, load: Load) -> dict[str, Any]:
     figures["host_us_per_step"] = spread(host)["ms_median"] * 1e3
     figures |= _traffic(plan, system, load, figures["ms_median"])
     figures |= _end_to_end(plan, system, load, figures["ms_median"])
+    if isinstance(system, Sparse):
+        figures["head_turnover"] = system.head_turnover(load)
     figures["peak_bytes"] = peak_bytes(source.device)
     return figures
 

@@ -180,14 +180,17 @@ def recover_rounded_of(implementation: str, dtype: torch.dtype, B: int) -> tuple
         (1, 8, 64, 3, 20, 30, 13, [10, 13, 12], [True, True, False], True, NF4),
         (2, 8, 128, 3, 5, 30, 20, [12, 12, 13], [False, True, False], True, FP4),  # two overdue, one selected
         (3, 4, 64, 1, 32, 9, 4, [0], [False], False, NF4),
-        # From one to nine inputs: of four pairs the last is full or not, and beyond that are tensor cores.
+        # From one to nine inputs: of four pairs the last is full or not, and beyond 8 inputs are tensor cores.
         (1, 9, 192, 9, 8, 30, 13, list(range(5, 14)), [True] * 9, True, NF4),
         (2, 9, 64, 6, 9, 30, 13, list(range(8, 14)), [True, False] * 3, False, NF4),
         (4, 9, 128, 4, 16, 30, 13, [13, 12, 11, 3], [True] * 3 + [False], True, FP4),
         (5, 9, 128, 4, 16, 30, 13, [13, 12, 11, 3], [True] * 3 + [False], True, FP4),
     ],
 )
-def test_recover(implementation, B, W, D, H, head_dim, T, t, watermark, selected, bias, config, dtype, device):
+def test_recover(
+    implementation, B, W, D, H, head_dim, T, t, watermark, selected, bias, config, dtype, device, monkeypatch
+):
+    monkeypatch.setattr(packed_recover_kv, "_FEWEST", 8)
     torch.manual_seed(0)
     case = make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device, spare=1)
     op = over_packed(PACKED[implementation].recover_kv, case, config, implementation == "triton")
@@ -240,6 +243,8 @@ def test_random_cases(first, device, monkeypatch):
     """A failure names its seed: `run_case(seed, device)` is the case."""
     monkeypatch.setattr(gather_down_proj, "_LEAST_ROWS", 16)
     monkeypatch.setattr(packed_recover_kv, "_PROGRAMS", 2)
+    monkeypatch.setattr(packed_recover_kv, "_PAIR_PROGRAMS", 3)
+    monkeypatch.setattr(packed_recover_kv, "_FEWEST", 8)
     for seed in range(first, first + 20):
         try:
             run_case(seed, device)

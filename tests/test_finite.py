@@ -99,6 +99,7 @@ def break_layer(engine, layer: int, value: float, position: int) -> None:
         return decode(x + torch.where(cache.position >= position, value, 0.0).to(x.dtype), hidden, cache, *args)
 
     mlp.decode = broken
+    engine.runner.release()  # a graph of before would go on as it is
     if not position:
         mlp.prefill = lambda x, *args: prefill(x + value, *args)
 

@@ -32,6 +32,7 @@ benchmarks:
   batch    one step of several sequences, by batch size; each keeps an independent set, the batch their union
   tp       decode split over several GPUs: tp --num-gpus N, or deepspeed --num_gpus N launch/benchmark.py tp
   tune     search the projections' block sizes and keep the fastest in kernels/tuned.json
+  plot     draw a results file of decode, batch or tp, wherever that was made
 
 systems:
   hf-eager           Hugging Face's model as it is
@@ -44,8 +45,9 @@ systems:
 
 A system that fails is a row that says so. docs/benchmark.md explains the rows and how they are measured.
 """
-BENCHMARKS = ("kernels", "decode", "batch", "tp", "tune")
+BENCHMARKS = ("kernels", "decode", "batch", "tp", "tune", "plot")
 SYSTEMS = ("hf-eager", "hf-compiled", "deepspeed", "dense", "sparse", "deepspeed-kernels")
+OURS = ("dense", "sparse")
 KERNEL_SHAPES = ("opt-1.3b", "opt-6.7b", "opt-30b", "opt-66b", "opt-66b/4", "opt-175b/4", "opt-175b/8")
 _WARMUP = 10
 
@@ -63,6 +65,10 @@ def build_parser() -> Parser:
     subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join(BENCHMARKS))
     for name in BENCHMARKS:
         sub = subparsers.add_parser(name, prog=f"benchmark.py {name}", description=__doc__, epilog=EPILOG)
+        if name == "plot":
+            sub.add_argument("results", metavar="FILE.json", help="what --out has written")
+            sub.add_argument("--plot", metavar="FILE.png", required=True, help="as of the other benchmarks")
+            continue
         add_sizes(sub, name)
         if name not in ("kernels", "tune"):
             add_systems(sub, name)
@@ -99,6 +105,7 @@ def add_systems(sub: Parser, name: str) -> None:
     systems = ["deepspeed", "dense", "sparse"] if name == "tp" else list(SYSTEMS)
     add("--systems", nargs="+", choices=SYSTEMS, default=systems, help="default: %(default)s")
     add_quantize(sub)
+    add("--also-unpacked", action="store_true", help="with --quantize, all systems over 16-bit weights before")
     add("--predictors", help="folder or hub id of the model's predictors (default: random ones)")
     add("--rank", type=positive_int, help="of random predictors (default: 6 %% of the parameters, 256 at most)")
     add(
@@ -147,7 +154,8 @@ def main(argv: list[str] | None = None) -> None:
         start_ranks(parser, args)
     elif world_size() > 1:
         parser.error(f"{args.benchmark} runs in one process; under the launcher use tp")
-    run_program(parser, {"kernels": run_kernels, "tune": run_tune}.get(args.benchmark, run_decode), args)
+    programs = {"kernels": run_kernels, "tune": run_tune, "plot": run_plot}
+    run_program(parser, programs.get(args.benchmark, run_decode), args)
 
 
 def start_ranks(parser: Parser, args) -> None:
@@ -174,18 +182,34 @@ def run_decode(args) -> None:
 
     if args.plot:
         check_matplotlib()
-    plan = make_plan(args)
     rows = []
-    for more in run_plan(plan):
-        rows += more
-        save(args, rows)
+    for plan in make_plans(args):
+        for more in run_plan(plan):
+            rows += more
+            save(args, rows)
     if rank() == 0:
         report(args, rows)
     fail_if_ours_failed(rows)
 
 
-def make_plan(args):
-    """Everything checked that can be before a weight is made."""
+def make_plans(args) -> list:
+    """One plan, or with --also-unpacked two; everything checked that can be before a weight is made."""
+    from dataclasses import replace
+
+    packed = quantize_config(args)
+    if not args.also_unpacked:
+        return [make_plan(args, packed)]
+    if packed is None:
+        raise ValueError("--also-unpacked goes with --quantize nf4 or fp4: give both, or neither")
+    ours = tuple(name for name in args.systems if name in OURS)
+    if not ours:
+        raise ValueError(f"--quantize packs {' and '.join(OURS)}: name one of them among the --systems")
+    plan = make_plan(args, None)
+    return [plan, replace(plan, systems=ours, source=replace(plan.source, quantize=packed))]
+
+
+def make_plan(args, packed):
+    """What the arguments ask for, our engine's weights `packed` or not."""
     from dejavu_ds import PredictorSet
     from dejavu_ds.bench.decode import IN_ONE_PROCESS, Load, Plan
     from dejavu_ds.bench.random_predictors import default_ranks
@@ -211,9 +235,8 @@ def make_plan(args):
     ]
     predictors = PredictorSet.from_pretrained(args.predictors) if args.predictors else None
     dtype = torch_dtype(args.dtype)
-    packed = quantize_config(args)
     source = Source(shape, dtype, device, world_size(), args.model, predictors, args.active_share, packed)
-    source.check_memory(ours_only={"dense", "sparse"} >= set(args.systems))
+    source.check_memory(ours_only=set(OURS) >= set(args.systems))
     limit = shared_by_rank_0(lambda: Limit.measure(device).gb_per_s)
     return Plan(
         args.benchmark,
@@ -316,6 +339,16 @@ def run_tune(args) -> None:
             replace_file(Path(args.all), (json.dumps(entries) + "\n").encode())
 
 
+def run_plot(args) -> None:
+    """The plot of a run on another machine, or of one that was cut short."""
+    from dejavu_ds.bench.plot import check_matplotlib
+    from dejavu_ds.bench.results import read_results
+
+    check_matplotlib()
+    results = read_results(args.results)
+    draw_steps(results["rows"], args.plot, results["conditions"]["gpu"])
+
+
 def save(args, rows: list[dict]) -> None:
     """The file, after every system: a run that is cut short leaves what it has."""
     from dejavu_ds.bench.results import command_line, conditions, write_results
@@ -327,20 +360,28 @@ def save(args, rows: list[dict]) -> None:
 
 def report(args, rows: list[dict]) -> None:
     """Table and plot."""
-    from dejavu_ds.bench.plot import draw
     from dejavu_ds.bench.results import device_name, print_table
 
     print_table(rows)
     if getattr(args, "plot", None):
-        steps = [row for row in rows if "kernel" not in row]
-        place = device_name().removeprefix("none; ")
-        draw(steps, args.plot, f"{steps[0]['shape']}, {steps[0]['dtype']}, {world_size()} x {place}")
+        draw_steps(rows, args.plot, device_name())
+
+
+def draw_steps(rows: list[dict], path: str, device: str) -> None:
+    """The rows of steps as bars, in `path`; `device` as in the conditions."""
+    from dejavu_ds.bench.plot import draw
+
+    steps = [row for row in rows if "kernel" not in row]
+    if not steps:
+        raise ValueError("nothing to plot: the results have no rows of steps, as decode, batch and tp give them")
+    first = steps[0]
+    draw(steps, path, f"{first['shape']}, {first['dtype']}, {first['tp']} x {device.removeprefix('none; ')}")
 
 
 def fail_if_ours_failed(rows: list[dict]) -> None:
     """Peers may fail; that our own engine does is an error, once everything is reported."""
     for row in rows:
-        if row["system"] in ("dense", "sparse") and row.get("error"):
+        if row["system"] in OURS and row.get("error"):
             exit_with_error("benchmark.py", f"{row['system']} failed: {row['error']}")
 
 

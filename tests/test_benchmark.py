@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from models import PROMPTS
-from PIL import Image
+from PIL import Image, ImageChops
 from test_tp import python_path
 from transformers import AutoTokenizer, OPTForCausalLM
 
@@ -263,6 +263,28 @@ def test_decode(tmp_path, capsys, device):
         assert "kernel injection), batch 1, context 24: failed: NotImplementedError" in shown
     with Image.open(tmp_path / "latency.png") as picture:
         assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
+        benchmark.main(["plot", str(tmp_path / "results.json"), "--plot", str(tmp_path / "again.png")])
+        with Image.open(tmp_path / "again.png") as again:
+            assert ImageChops.difference(picture.convert("RGB"), again.convert("RGB")).getbbox() is None
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "No such file"),
+        ("{", "no results in .*Expecting"),
+        ("[]", r'expected {"conditions": {...}, "rows": \[...\]}'),
+        ('{"rows": [], "conditions": 3}', "expected"),
+        ('{"rows": [{"shape": "x"}], "conditions": {"gpu": "x"}}', "its rows lack some of benchmark, shape"),
+        ('{"rows": [], "conditions": {"gpu": "x"}}', "no rows of steps"),
+    ],
+)
+def test_what_is_no_results_file_is_not_drawn(tmp_path, capsys, text, message):
+    file = tmp_path / "x.json"
+    if text is not None:
+        file.write_text(text)
+    refused(capsys, ["plot", str(file), "--plot", str(tmp_path / "x.png")], message)
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_quantize_is_ours_alone(tmp_path):
@@ -344,6 +366,17 @@ def _turnover_of_trained_heads(device: str) -> float:
         system = decode.Sparse(engine, None)
         shares.append(system.head_turnover(load))
     return sum(shares) / len(shares)
+
+
+def test_packed_and_not_in_one_run(tmp_path):
+    """Ratios of steps are those to the 16-bit rows."""
+    arguments = ["decode", "--shape", TINY, "--dtype", "fp32", *QUICK, "--quantize", "nf4", "--also-unpacked"]
+    rows = run(tmp_path, *arguments, "--systems", "hf-eager", "dense", "sparse")["rows"]
+    expected = [("hf-eager", None), ("dense", None), ("sparse", None), ("dense", "nf4"), ("sparse", "nf4")]
+    assert [(row["system"], row["quantize"]) for row in rows] == expected
+    assert all(row["ms_median"] > 0 for row in rows)
+    last = rows[-1]["ms_median"]
+    assert ratios(rows[-1], rows) == (last / rows[2]["ms_median"], last / rows[1]["ms_median"])
 
 
 def test_heads_stay_as_long_as_trained_ones(device, tmp_path):
@@ -482,6 +515,11 @@ def refused(capsys, arguments: list[str], message: str) -> None:
         (["decode", "--shape", TINY, "--predictors", "x"], "--predictors belong to a --model"),
         (["decode", "--shape", TINY, "--batch-sizes", "0"], "must be a whole number from 1 on"),
         (["decode", "--shape", TINY, "--systems", "vllm"], "invalid choice: 'vllm'"),
+        (["decode", "--shape", TINY, "--also-unpacked"], "--also-unpacked goes with --quantize"),
+        (
+            ["decode", "--shape", TINY, "--systems", "hf-eager", "--quantize", "nf4", "--also-unpacked"],
+            "name one of them among the --systems",
+        ),
         (["tune", "--shape", TINY, "--dtype", "fp32"], "tune needs a GPU and --dtype fp16 or bf16; this is fp32 on a"),
     ],
 )

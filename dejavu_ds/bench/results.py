@@ -90,6 +90,20 @@ def write_results(path: str | os.PathLike, results: dict[str, Any]) -> None:
     replace_file(Path(path), (json.dumps(results, indent=1) + "\n").encode())
 
 
+def read_results(path: str | os.PathLike) -> dict[str, Any]:
+    """What `write_results` has written. Raises ValueError for a file that is not there or something else."""
+    try:
+        results = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"no results in {path}: {error}") from error
+    rows = results.get("rows") if isinstance(results, dict) else None
+    if not isinstance(rows, list) or not isinstance(results.get("conditions"), dict):
+        raise ValueError(f'no results in {path}: expected {{"conditions": {{...}}, "rows": [...]}}')
+    if not all(isinstance(row, dict) and row.keys() >= set(KEYS) for row in rows) or "gpu" not in results["conditions"]:
+        raise ValueError(f"{path} is no results file of the benchmark: its rows lack some of {', '.join(KEYS)}")
+    return results
+
+
 def ratios(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float | None, float | None]:
     """How many times as long `row` takes as our sparse and as our dense row of the same setting; None without one."""
 

@@ -70,10 +70,11 @@ class SparseMLP(nn.Module):
         """
         dense = self.selector is None or "mlp" in cache.dense_units
         idx, count, mask = self._every_neuron if dense else self.selector.join()
+        settled = dense or self.selector.settled
         if self.masked:
             y = self._product(x, mask)
         else:
-            h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True)
+            h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True, ahead=settled)
             y = self._ops.gather_down_proj(
                 h,
                 self.fc2,
@@ -83,7 +84,8 @@ class SparseMLP(nn.Module):
                 out=self._tp.partial(*x.shape, x.device),
             )
         moves = (cache.position, cache.position_ids) if last else None
-        return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position, moves)
+        y = self._tp.sum_partial(y)
+        return self._ops.add_norm(y, self.b2, hidden, norm, ring, cache.position, moves, lets_in=not last)
 
     def _product(self, x: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of the dense result, without b2."""

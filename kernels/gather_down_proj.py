@@ -31,12 +31,8 @@ from dejavu_ds.kernels.configs import Config, config_for, rows_at_once
 from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
 from dejavu_ds.kernels.wanted_rows import (
-    LIST,
-    MOST_EACH,
     ask,
     ask_places,
-    can_list,
-    can_share_sums,
     cut,
     declare,
     first_places,
@@ -45,6 +41,7 @@ from dejavu_ds.kernels.wanted_rows import (
     row_and_mask,
     split_all,
     store_sum,
+    walk_options,
 )
 
 
@@ -398,17 +395,7 @@ def gather_down_proj(
     else:
         lane = min(c.block_d, 16 // h.dtype.itemsize)
         rows, lanes = min(c.block_n, rows_at_once(c, h.dtype)), c.block_d // lane
-        listed = can_list(c, rows * lanes, skip_zeros)
-        kernel, own = (
-            _gather_down_proj_kernel,
-            {
-                "SKIP_ZEROS": skip_zeros,
-                "ROWS": rows,
-                "LANE": lane,
-                "EACH": min(MOST_EACH, LIST // (rows * lanes)) if listed else 0,
-                "SHARED": can_share_sums(c, rows * lanes, lanes),
-            },
-        )
+        kernel, own = _gather_down_proj_kernel, {"LANE": lane, **walk_options(c, rows, lanes, skip_zeros)}
     kernel[(strips, len(y), tiles)](
         h, w, idx, count, y,
         B, h.shape[1],

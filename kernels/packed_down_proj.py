@@ -38,12 +38,8 @@ from dejavu_ds.kernels.nibbles import (
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
 from dejavu_ds.kernels.wanted_rows import (
-    LIST,
-    MOST_EACH,
     ask,
     ask_places,
-    can_list,
-    can_share_sums,
     cut,
     declare,
     first_places,
@@ -51,6 +47,7 @@ from dejavu_ds.kernels.wanted_rows import (
     list_wanted,
     row_and_mask,
     store_sum,
+    walk_options,
 )
 
 _WORD = tl.constexpr(WORD)
@@ -422,15 +419,11 @@ def packed_down_proj(
         kernel, own = _packed_down_proj_dot_kernel, {"STAGES": c.stages}
     else:
         rows, lanes = min(c.block_n, packed_rows_at_once(c)), max(1, c.block_d // (WORD * c.wide))
-        listed = can_list(c, rows * lanes, skip_zeros)
         kernel, own = (
             _packed_down_proj_kernel,
             {
-                "SKIP_ZEROS": skip_zeros,
-                "ROWS": rows,
+                **walk_options(c, rows, lanes, skip_zeros),
                 "WIDE": c.wide,
-                "EACH": min(MOST_EACH, LIST // (rows * lanes)) if listed else 0,
-                "SHARED": can_share_sums(c, rows * lanes, lanes),
                 "HALF": c.half and c.block_b == 1 and lookup.asm != "" and h.dtype == torch.float16,
             },
         )

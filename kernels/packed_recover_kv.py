@@ -47,8 +47,8 @@ def packed_recover_kv_ref(
 
 
 # An item is one position of one sequence. By multiply-adds pairs of them, where a head has no more than so many; a
-# program then takes so many of its rows. With more items tensor cores are faster, though they take 70 us for a tile.
-_PAIR, _FEWEST, _ROWS = 2, 64, 16
+# program then takes so many of its rows.
+_PAIR, _MOST_PAIRED, _ROWS = 2, 64, 16
 # Two a multiprocessor of an H200.
 _PAIR_PROGRAMS = 264
 # By tensor cores so many in a tile where there are no more, else in a larger one.
@@ -158,14 +158,14 @@ def _packed_recover_pairs_kernel(
     place, watermark, _ = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, 0, most, BLOCK_HEADS)
     t = tl.load(position_ptr)
     pairs = tl.where(place >= 0, tl.cdiv((t + 1 - watermark) * B, PAIR), 0)
-    pairs_so_far = tl.cumsum(pairs, axis=0)
-    if tl.program_id(1) >= tl.sum(pairs, axis=0):
+    pairs_so_far, all_pairs = tl.cumsum(pairs, axis=0), tl.sum(pairs, axis=0)
+    if tl.program_id(1) >= all_pairs:
         return
     fill_table(table_ptr, ASM)
     table = word_table(table_ptr, tl.arange(0, BLOCK_D // 16), ASM)
     offset = offset_of(absmax_offset_ptr)
     heads = tl.arange(0, BLOCK_HEADS)
-    for pair in range(tl.program_id(1), tl.sum(pairs, axis=0), tl.num_programs(1)):
+    for pair in range(tl.program_id(1), all_pairs, tl.num_programs(1)):
         ours = (pair >= pairs_so_far - pairs) & (pair < pairs_so_far)
         head = tl.sum(tl.where(ours, heads, 0), axis=0).to(tl.int64)
         first = tl.sum(tl.where(ours, watermark, 0), axis=0)
@@ -266,7 +266,7 @@ def packed_recover_kv(
     check_recover(inputs, w, b, selected, watermark, position, k_cache, v_cache, window)
     B, R, D = inputs.shape
     H, _, head_dim, _ = w.shape
-    least = 0 if token_block(B)[1] else _FEWEST // B
+    least = 0 if token_block(B)[1] else _MOST_PAIRED // B
 
     def arguments(table: torch.Tensor) -> tuple:
         pointers = b, selected.view(torch.uint8), watermark, position, k_cache, v_cache
@@ -276,7 +276,7 @@ def packed_recover_kv(
     if least:
         c = config_for("packed_qkv", _PAIR, D, inputs.dtype)
         tiles, lookup = triton.cdiv(2 * head_dim, _ROWS), lookup_of(w, inputs.dtype, dot=False)
-        pairs = min(H * _FEWEST // _PAIR, max(1, _PAIR_PROGRAMS // tiles))
+        pairs = min(H * _MOST_PAIRED // _PAIR, max(1, _PAIR_PROGRAMS // tiles))
         _packed_recover_pairs_kernel[(tiles, pairs)](
             *arguments(lookup.table),
             **sizes,

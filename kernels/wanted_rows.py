@@ -29,8 +29,8 @@ from dejavu_ds.kernels.tiles import _INTERPRETED
 LIST = 1024
 """Rows that a program lists at a time, 8 bytes each: with the table of 4-bit rows they fit into 48 KB."""
 _LIST = tl.constexpr(LIST)
-MOST_EACH = 8
-"""Places that a thread lists at a time, at most: as many registers hold what is known of the next ones."""
+# Places that a thread lists at a time, at most: as many registers hold what is known of the next ones.
+_MOST_EACH = 8
 # Threads whose places lie side by side.
 _RUN = tl.constexpr(4)
 
@@ -60,14 +60,20 @@ _SUM_ASM = tl.constexpr("{ .reg .f32 given; shfl.sync.bfly.b32 given, $1, $2, 31
 _STORE_SUMS_ASM = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
 
 
-def can_list(c: Config, threads: int, skip_zeros: bool) -> bool:
-    """Whether a kernel that has so many threads in its tensors lists the rows that it wants."""
-    return bool(c.listed and skip_zeros and c.block_b == 1 and threads == 32 * c.warps and not _INTERPRETED)
+def walk_options(c: Config, rows: int, lanes: int, skip_zeros: bool) -> dict[str, int | bool]:
+    """What a kernel is compiled with to walk so: `rows` rows at a time in `lanes` threads each.
 
-
-def can_share_sums(c: Config, threads: int, lanes: int) -> bool:
-    """Whether `store_sum` can add up in its own way."""
-    return bool(threads == 32 * c.warps and lanes <= 32 and 4 * c.warps * c.block_d <= _BYTES and not _INTERPRETED)
+    ROWS and SKIP_ZEROS; EACH, places a thread that are listed at a time, 0: there is no list; SHARED, see `store_sum`.
+    """
+    threads = rows * lanes
+    compiled = threads == 32 * c.warps and not _INTERPRETED
+    listed = compiled and c.listed and skip_zeros and c.block_b == 1
+    return {
+        "SKIP_ZEROS": skip_zeros,
+        "ROWS": rows,
+        "EACH": min(_MOST_EACH, LIST // threads) if listed else 0,
+        "SHARED": bool(compiled and lanes <= 32 and 4 * c.warps * c.block_d <= _BYTES),
+    }
 
 
 @triton.jit

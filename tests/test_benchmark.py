@@ -368,8 +368,8 @@ def _turnover_of_trained_heads(device: str) -> float:
     return sum(shares) / len(shares)
 
 
-def test_packed_and_not_in_one_run(tmp_path):
-    """Ratios of steps are those to the 16-bit rows."""
+def test_packed_and_not_in_one_run(tmp_path, monkeypatch):
+    """Ratios of steps are those to the 16-bit rows; the plot has bars for both."""
     arguments = ["decode", "--shape", TINY, "--dtype", "fp32", *QUICK, "--quantize", "nf4", "--also-unpacked"]
     rows = run(tmp_path, *arguments, "--systems", "hf-eager", "dense", "sparse")["rows"]
     expected = [("hf-eager", None), ("dense", None), ("sparse", None), ("dense", "nf4"), ("sparse", "nf4")]
@@ -377,15 +377,27 @@ def test_packed_and_not_in_one_run(tmp_path):
     assert all(row["ms_median"] > 0 for row in rows)
     last = rows[-1]["ms_median"]
     assert ratios(rows[-1], rows) == (last / rows[2]["ms_median"], last / rows[1]["ms_median"])
+    labels = []
+
+    def savefig(figure, *_, **__):
+        labels.extend(figure.axes[0].get_legend_handles_labels()[1])
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    benchmark.main(["plot", str(tmp_path / "results.json"), "--plot", str(tmp_path / "x.png")])
+    shown = [label.partition(", MLP")[0] for label in labels]
+    assert shown == ["hf-eager", "dense", "dense, nf4", "sparse", "sparse, nf4"]
 
 
-def test_heads_stay_as_long_as_trained_ones(device, tmp_path):
+def test_heads_stay_as_long_as_trained_ones(device, tmp_path, monkeypatch):
     """The benchmark's random predictors, and trained ones on text: one kept head in ten was left out just before."""
     assert 0.05 < _turnover_of_trained_heads(device) < 0.2
     shape = "hidden=256,ffn=512,heads=32,layers=4,vocab=512,positions=128"
     arguments = ["--shape", shape, "--steps", "20", "--contexts", "40", "--systems", "sparse"]
     (row,) = run(tmp_path, "decode", *arguments)["rows"]
     assert 0.05 < row["head_turnover"] < 0.2
+    monkeypatch.setattr("dejavu_ds.bench.random_predictors.HEAD_SPREAD", 0.0)
+    (row,) = run(tmp_path, "decode", *arguments)["rows"]
+    assert row["head_turnover"] > 0.25
 
 
 def test_kernels(tmp_path):

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,9 @@ def test_ctrl_c_leaves_no_process(phase):
     env = environment()
     command = [*launcher(), "--num_gpus", "2", "--master_port", str(free_port()), PROGRAM, "wait"]
     options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    job = subprocess.Popen(command, start_new_session=True, **options)
+    # A shell starts what runs in its background with the signal ignored, this test perhaps among it.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    job = subprocess.Popen(command, start_new_session=True, preexec_fn=heard, **options)
     awaited = "failing at" if phase == "running" else "spawned with command"
     try:
         assert any(awaited in line for line in job.stdout)

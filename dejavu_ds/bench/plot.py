@@ -29,7 +29,9 @@ def draw(rows: list[dict[str, Any]], path: str | os.PathLike, title: str) -> Non
         raise ValueError("nothing to plot: no system gave a time")
     axis = "batch" if len({row["batch"] for row in timed}) > 1 else "context"
     groups = sorted({row[axis] for row in timed})
-    systems = [name for name in NAMES if any(row["system"] == name for row in timed)]
+    # A system over packed weights has bars of its own.
+    with_packing = {(row["system"], row["quantize"]) for row in timed if row["system"] in NAMES}
+    systems = sorted(with_packing, key=lambda system: (NAMES.index(system[0]), system[1] or ""))
     figure = Figure(figsize=(max(6, 1.6 + 1.4 * len(groups)), 4), layout="constrained")
     ax = figure.subplots()
     width = 0.8 / len(systems)
@@ -40,8 +42,9 @@ def draw(rows: list[dict[str, Any]], path: str | os.PathLike, title: str) -> Non
         low = [row["ms_median"] - row["ms_p20"] for _, row in found]
         high = [row["ms_p80"] - row["ms_median"] for _, row in found]
         bars = ax.bar(
-            places, heights, width, yerr=(low, high), label=_label(found), color=_COLORS[system], error_kw={"lw": 1}
-        )
+            places, heights, width, yerr=(low, high), label=_label(found), color=_COLORS[system[0]],
+            hatch="//" if system[1] else None, error_kw={"lw": 1},
+        )  # fmt: skip
         ax.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=2)
     ax.set_xticks(range(len(groups)), [str(group) for group in groups])
     ax.set(xlabel="batch size" if axis == "batch" else "prompt length, tokens", ylabel="ms a step")
@@ -54,15 +57,18 @@ def draw(rows: list[dict[str, Any]], path: str | os.PathLike, title: str) -> Non
 
 
 def _label(bars: list[tuple[float, dict[str, Any]]]) -> str:
-    """The system's name; of the sparse one with what it keeps."""
+    """The system's name, with the type of its packed weights; of the sparse one with what it keeps."""
     rows = [row for _, row in bars]
+    name = ", ".join(filter(None, (rows[0]["system"], rows[0]["quantize"])))
     if rows[0]["system"] != "sparse":
-        return rows[0]["system"]
+        return name
     mlp, heads = (sum(row[key] for row in rows) / len(rows) for key in ("mlp_density", "head_density"))
-    return f"sparse, MLP {mlp:.2f}, heads {heads:.2f}"
+    return f"{name}, MLP {mlp:.2f}, heads {heads:.2f}"
 
 
-def _fastest(rows: list[dict[str, Any]], system: str, axis: str, group: int) -> dict[str, Any] | None:
-    """The row of a system in a group; of several variants the fastest."""
-    found = [row for row in rows if row["system"] == system and row[axis] == group]
+def _fastest(
+    rows: list[dict[str, Any]], system: tuple[str, str | None], axis: str, group: int
+) -> dict[str, Any] | None:
+    """The row of a system and its packing in a group; of several variants the fastest."""
+    found = [row for row in rows if (row["system"], row["quantize"]) == system and row[axis] == group]
     return min(found, key=lambda row: row["ms_median"], default=None)

@@ -20,7 +20,7 @@ from dejavu_ds.taps import UNITS, tap_of
 MAX_PARAMETERS = 0.06
 MAX_RANK = 256
 # Spread of the heads' biases, by which the same heads are kept for most tokens. Of the kept ones then about as many
-# were left out for the token before as with trained predictors on text: one in ten. Without it two in five were.
+# were left out for the token before as with trained predictors on text: one in ten. Without it one in three was.
 HEAD_SPREAD = 2.4
 _CLOSE = 0.004
 _PASSES = 8

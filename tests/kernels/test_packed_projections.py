@@ -194,7 +194,7 @@ def recover_rounded_of(implementation: str, dtype: torch.dtype, B: int) -> tuple
 def test_recover(
     implementation, B, W, D, H, head_dim, T, t, watermark, selected, bias, config, dtype, device, monkeypatch
 ):
-    monkeypatch.setattr(packed_recover_kv, "_FEWEST", 8)
+    monkeypatch.setattr(packed_recover_kv, "_MOST_PAIRED", 8)
     torch.manual_seed(0)
     case = make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device, spare=1)
     op = over_packed(PACKED[implementation].recover_kv, case, config, implementation == "triton")
@@ -248,7 +248,7 @@ def test_random_cases(first, device, monkeypatch):
     monkeypatch.setattr(gather_down_proj, "_LEAST_ROWS", 16)
     monkeypatch.setattr(packed_recover_kv, "_PROGRAMS", 2)
     monkeypatch.setattr(packed_recover_kv, "_PAIR_PROGRAMS", 3)
-    monkeypatch.setattr(packed_recover_kv, "_FEWEST", 8)
+    monkeypatch.setattr(packed_recover_kv, "_MOST_PAIRED", 8)
     for seed in range(first, first + 20):
         try:
             run_case(seed, device)

@@ -143,7 +143,8 @@ def _gather_qkv_kernel(
         head = tl.where(begin < blocks, next_head, 0).to(tl.int64)
         next_head = tl.load(idx_ptr + tl.minimum((begin + tl.num_programs(0)) // OF_HEAD, cap - 1))
         part, offs_r, mask_n, row = _place(begin, head, HEAD_DIM, BLOCK_N)
-        mask_n = mask_n & (begin < blocks) & _is_ours(part, head, t, watermark_ptr)
+        ours = (begin < blocks) & _is_ours(part, head, t, watermark_ptr)
+        mask_n = offs_r < tl.where(ours, HEAD_DIM, 0)
         first = first_tiles(w_ptr, row, mask_n, AHEAD, D, BLOCK_D)
         await_inputs(EARLY)
         _block_of_rows(

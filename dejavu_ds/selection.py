@@ -50,8 +50,6 @@ class Selector:
     """Whether `keep` and `begin` take the unit's true outputs, inside the unit, and no tap's input: an oracle's way."""
     capturable = False
     """Whether `begin` can be captured in a CUDA graph."""
-    settled = False
-    """Whether a joined selection is there before the launch that makes the unit's input: kernels may read it ahead."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -98,7 +96,6 @@ class PredictorSelector(Selector):
     """
 
     capturable = True
-    settled = True  # the stream waits for it as a whole, or it is older
 
     def __init__(self, predictor: Predictor | PackedPredictor, threshold: float, ops: Ops) -> None:
         device = predictor.w2.device

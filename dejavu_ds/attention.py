@@ -119,7 +119,7 @@ class SparseAttention(nn.Module):
         return self.attend(q, layer.k[:, :, :stop], layer.v[:, :, :stop], mask, keep)
 
     def decode(
-        self, x: torch.Tensor, hidden: torch.Tensor, layer: LayerCache, cache: DejaVuCache, norm: Norm
+        self, x: torch.Tensor, hidden: torch.Tensor, layer: LayerCache, cache: DejaVuCache, norm: Norm, ahead: bool
     ) -> torch.Tensor:
         """One token a sequence; fills the cache.
 
@@ -127,16 +127,17 @@ class SparseAttention(nn.Module):
             x: [B, D], the normalised input, which is in the ring of kept inputs already.
             hidden: [B, D], the residual stream; the result is added in place.
             norm: of the MLP.
+            ahead: nothing is selected in this step, so weights may be loaded while the launch before runs.
 
         Returns:
             [B, D], the MLP's normalised input.
         """
         selection = self._selection(x, layer, cache)
         if self.masked:
-            o = self._attend_one(x, layer, cache, self._every_head) * selection.mask[:, None]
+            o = self._attend_one(x, layer, cache, self._every_head, ahead) * selection.mask[:, None]
             y = times(o.flatten(1), self.out)
         else:
-            o = self._attend_one(x, layer, cache, selection)
+            o = self._attend_one(x, layer, cache, selection, ahead)
             idx, count, _ = selection
             y = self._ops.gather_down_proj(
                 o.flatten(1),
@@ -146,7 +147,7 @@ class SparseAttention(nn.Module):
                 group=self.head_dim,
                 out=self._tp.partial(*x.shape, x.device),
             )
-        return self._ops.add_norm(self._tp.sum_partial(y), self.out_bias, hidden, norm)
+        return self._ops.add_norm(self._tp.sum_partial(y), self.out_bias, hidden, norm, lets_in=ahead)
 
     def _selection(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> Selection:
         """The step's heads; for a selector that goes by true outputs every head is computed first, on a copy."""
@@ -164,8 +165,13 @@ class SparseAttention(nn.Module):
             layer.watermark.copy_(cache.position)
         return self._attend_one(x, layer, cache, self._every_head)
 
-    def _attend_one(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache, selection: Selection) -> torch.Tensor:
-        """Outputs of the selected heads for one token a sequence, [B, D] -> [B, H, head_dim]."""
+    def _attend_one(
+        self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache, selection: Selection, ahead: bool = False
+    ) -> torch.Tensor:
+        """Outputs of the selected heads for one token a sequence, [B, D] -> [B, H, head_dim].
+
+        ahead: as in `decode`.
+        """
         idx, count, mask = selection
         moved = {}
         if layer.watermark is not None:
@@ -177,7 +183,7 @@ class SparseAttention(nn.Module):
             }
             self._start_recovery(layer, cache, mask)
         q = self._ops.gather_qkv(
-            x, self.qkv, self.qkv_bias, idx, count, layer.k, layer.v, cache.position, layer.watermark
+            x, self.qkv, self.qkv_bias, idx, count, layer.k, layer.v, cache.position, layer.watermark, ahead=ahead
         )
         if layer.watermark is not None and self.recovery_stream is not None:
             torch.cuda.current_stream().wait_stream(self.recovery_stream)

@@ -85,6 +85,11 @@ class SparseBlock(nn.Module):
         self._window = 0 if heads is None or masked else window
         self.attention.recovery_stream = recovery_stream
 
+    def is_dense(self, cache: DejaVuCache) -> bool:
+        """Whether nothing is selected in this layer for a step in that cache."""
+        selectors = self.attention.selector, self.mlp.selector
+        return all(selector is None or selector.unit in cache.dense_units for selector in selectors)
+
     def cache_shape(self) -> LayerShape:
         """What this layer needs of a cache."""
         return LayerShape(self.attention.heads, self.head_dim, self._window)
@@ -128,6 +133,7 @@ class SparseBlock(nn.Module):
         norm: Norm | None,
         ring: torch.Tensor | None,
         last: bool,
+        ahead: bool,
     ) -> torch.Tensor:
         """One token a sequence.
 
@@ -136,6 +142,7 @@ class SparseBlock(nn.Module):
             x: [B, D], this block's input: the norm of `hidden`, or in a post-norm model the stream itself.
             norm: of the next block's attention, or of the head; a post-norm block uses its own.
             ring, last: of the next block's attention, or of the head; see `SparseMLP.decode`.
+            ahead: nothing is selected in this step; see there.
 
         Returns:
             [B, D], the next block's input.
@@ -147,9 +154,9 @@ class SparseBlock(nn.Module):
             hidden = x.clone()
         # Starts the predictors that listen here, of this block or the next; attention.decode and mlp.decode join them.
         self.at_attention.begin(x, cache)
-        x = self.attention.decode(x, hidden, layer, cache, Norm.of(after_attention))
+        x = self.attention.decode(x, hidden, layer, cache, Norm.of(after_attention), ahead)
         self.at_mlp.begin(x, cache)
-        return self.mlp.decode(x, hidden if self.norm_first else x.clone(), cache, norm, ring, last)
+        return self.mlp.decode(x, hidden if self.norm_first else x.clone(), cache, norm, ring, last, ahead)
 
     def forward(
         self,

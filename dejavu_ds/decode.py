@@ -85,8 +85,10 @@ def decode_one_token(
         hidden, x = ops.embed_norm(tokens, cache.position_ids, *tables, norms[0], rings[0], cache.position)
     if watch is not None:
         watch("the embeddings", x)
+    # Projections that take the place of predictors before these have run would cost more than they gain.
+    ahead = all(block.is_dense(cache) for block in blocks)
     for i, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
-        x = block.decode(hidden, x, layer, cache, norms[i + 1], rings[i + 1], last=i == len(blocks) - 1)
+        x = block.decode(hidden, x, layer, cache, norms[i + 1], rings[i + 1], i == len(blocks) - 1, ahead)
         if watch is not None:
             watch(f"layer {i}", x)
     return policy.head(model, x)

@@ -36,6 +36,7 @@ from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.inputs import check_inputs, mask_and_positions
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.kernels.packed_ops import packed_ops_for
+from dejavu_ds.kernels.predict_select import RANK_MULTIPLE
 from dejavu_ds.mlp import frozen
 from dejavu_ds.packed_predictor import PackedPredictor
 from dejavu_ds.predictor import PredictorSet
@@ -428,7 +429,7 @@ class DejaVuEngine(InferenceEngine):
                 start, stop = self.local_units(unit, i)
                 if predictor is None or density >= 1 or start == stop:
                     continue  # dense; a rank without neurons (DeepSpeed shards by 64) has nothing to choose
-                shard = predictor.shard(start, stop).to(self.device, self.dtype)
+                shard = predictor.shard(start, stop).padded(RANK_MULTIPLE).to(self.device, self.dtype)
                 if self.quantize is not None and self.quantize.predictors:
                     shard = PackedPredictor(shard, self.quantize)
                 selector = PredictorSelector(shard, predictor.threshold(density), self._ops)

@@ -55,6 +55,7 @@ class SparseMLP(nn.Module):
         norm: Norm | None,
         ring: torch.Tensor | None,
         last: bool,
+        ahead: bool,
     ) -> torch.Tensor:
         """One token a sequence.
 
@@ -64,6 +65,7 @@ class SparseMLP(nn.Module):
             norm: of what comes next.
             ring: [B, R, D], where the next attention keeps its inputs, or None.
             last: of the step, which then moves the cache's position on.
+            ahead: nothing is selected in this step, so weights may be loaded while the launch before runs.
 
         Returns:
             [B, D], the normalised input of what comes next.
@@ -73,7 +75,7 @@ class SparseMLP(nn.Module):
         if self.masked:
             y = self._product(x, mask)
         else:
-            h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True)
+            h = self._ops.gather_up_proj(x, self.fc1, self.b1, idx, count, relu=True, ahead=ahead)
             y = self._ops.gather_down_proj(
                 h,
                 self.fc2,
@@ -83,7 +85,8 @@ class SparseMLP(nn.Module):
                 out=self._tp.partial(*x.shape, x.device),
             )
         moves = (cache.position, cache.position_ids) if last else None
-        return self._ops.add_norm(self._tp.sum_partial(y), self.b2, hidden, norm, ring, cache.position, moves)
+        y = self._tp.sum_partial(y)
+        return self._ops.add_norm(y, self.b2, hidden, norm, ring, cache.position, moves, lets_in=ahead and not last)
 
     def _product(self, x: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of the dense result, without b2."""

@@ -10,6 +10,7 @@ Shapes (B tokens, D hidden size):
     ring    [B, R, D], or None: x is also stored at slot position % R, for the heads that this step leaves out
     moves   position [1] int32 and position_ids [B] int64, both raised by one; or None. For the last launch of a step:
             nothing that runs beside it may read them
+    lets_in the next launch may begin at once, to load weights: this one has a program a token
     x       [B, D]  dtype of hidden
 """
 
@@ -19,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.tiles import await_inputs, launch_options
+from dejavu_ds.kernels.tiles import await_inputs, launch_options, let_in
 
 
 class Norm(NamedTuple):
@@ -43,6 +44,7 @@ def add_norm_ref(
     ring: torch.Tensor | None = None,
     position: torch.Tensor | None = None,
     moves: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lets_in: bool = False,
 ) -> torch.Tensor:
     """Plain torch twin of `add_norm`: same arguments, same result, rounded where torch rounds."""
     if y is not None:
@@ -100,9 +102,12 @@ def _add_norm_kernel(
     HAS_RING: tl.constexpr,
     MOVES: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    LETS_IN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     await_inputs(EARLY)
+    if LETS_IN:
+        let_in(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
@@ -158,6 +163,7 @@ def add_norm(
     ring: torch.Tensor | None = None,
     position: torch.Tensor | None = None,
     moves: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lets_in: bool = False,
 ) -> torch.Tensor:
     """Add to `hidden` in place and return its norm x [B, D]; shapes are in the module docstring.
 
@@ -169,6 +175,8 @@ def add_norm(
     B, D = hidden.shape
     if moves is not None and [(t.shape, t.dtype) for t in moves] != [((1,), torch.int32), ((B,), torch.int64)]:
         raise ValueError(f"moves must be [1] int32 and [{B}] int64, got {[(tuple(t.shape), t.dtype) for t in moves]}")
+    if moves is not None and lets_in:
+        raise ValueError("what moves the position lets nothing in, which might read it: drop moves or lets_in")
     if norm is None:
         return add_norm_ref(y, bias, hidden, norm, ring, position, moves)
     x = torch.empty(B, D, device=hidden.device, dtype=hidden.dtype)
@@ -184,6 +192,7 @@ def add_norm(
         HAS_RING=ring is not None,
         MOVES=moves is not None,
         BLOCK_D=block_d,
+        LETS_IN=lets_in,
         num_warps=max(1, min(16, block_d // 512)),
         **launch_options(),
     )  # fmt: skip

@@ -137,3 +137,14 @@ def rows_at_once(config: Config, dtype: torch.dtype) -> int:
 def packed_rows_at_once(config: Config) -> int:
     """The same of packed rows, of which a thread loads `wide` times 8 bytes, 16 elements."""
     return max(1, 32 * config.warps * 16 * config.wide // config.block_d)
+
+
+def tiles_ahead(config: Config, D: int, dtype: torch.dtype) -> int:
+    """Tiles of its first rows that a program loads before it waits: as many as 32 registers a thread hold.
+
+    None for tensor cores, which take tiles from shared memory.
+    """
+    if config.dot:
+        return 0
+    registers = max(1, config.block_n * config.block_d * dtype.itemsize // (4 * 32 * config.warps))
+    return min(triton.cdiv(D, config.block_d), 32 // registers)

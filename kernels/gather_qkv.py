@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import Config, config_for
+from dejavu_ds.kernels.configs import Config, config_for, tiles_ahead
 from dejavu_ds.kernels.gather_up_proj import check_gather, gather_up_proj_ref
-from dejavu_ds.kernels.tiles import await_inputs, launch_options, rows_times_rows
+from dejavu_ds.kernels.tiles import await_inputs, first_tiles, launch_options, rows_times_rows
 
 
 def gather_qkv_ref(
@@ -36,6 +36,7 @@ def gather_qkv_ref(
     v_cache: torch.Tensor,
     position: torch.Tensor,
     watermark: torch.Tensor | None = None,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Plain torch twin of `gather_qkv`: same arguments, same result and side effect, rounded where torch rounds."""
     bias = None if b is None else b.flatten()
@@ -61,6 +62,56 @@ def store_kv(
     return qkv[:, :, 0].contiguous()
 
 
+@triton.jit
+def _place(block, head, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a block of rows: its part of the head (0 query, 1 key, 2 value), places within, mask, numbers of rows of w.
+
+    A block lies within one part of one head.
+    """
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_N - 1) // BLOCK_N
+    part = block // BLOCKS % 3
+    offs_r = block % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    return part, offs_r, offs_r < HEAD_DIM, (head * 3 + part) * HEAD_DIM + offs_r
+
+
+@triton.jit
+def _is_ours(part, head, t, watermark_ptr):
+    """Whether a part is computed here: queries always, keys and values of heads that have missed nothing."""
+    ours = part >= 0
+    if watermark_ptr is not None:
+        ours = (part == 0) | (tl.load(watermark_ptr + head) >= t)
+    return ours
+
+
+@triton.jit
+def _block_of_rows(
+    x_ptr, w_ptr, b_ptr, q_ptr, k_ptr, v_ptr, first, block, head, part, offs_r, mask_n, row, token, mask_b, t,
+    cap, H, T,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute and store a block of rows, of which `first` is there already."""
+    y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, first, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
+    if HAS_BIAS:
+        y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    y = y.to(q_ptr.dtype.element_ty)
+    mask = mask_b[:, None] & mask_n[None, :]
+    place = ((token * H + head) * T + t)[:, None] * HEAD_DIM + offs_r[None, :]
+    if part == 0:
+        slot = block // (3 * ((HEAD_DIM + BLOCK_N - 1) // BLOCK_N))
+        tl.store(q_ptr + (token * cap + slot)[:, None] * HEAD_DIM + offs_r[None, :], y, mask=mask)
+    elif part == 1:
+        tl.store(k_ptr + place, y, mask=mask)
+    else:
+        tl.store(v_ptr + place, y, mask=mask)
+
+
 # Batch and capacities are not specialised: another one must not compile again.
 @triton.jit(do_not_specialize=["B", "cap", "H", "T"])
 def _gather_qkv_kernel(
@@ -74,41 +125,42 @@ def _gather_qkv_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
-    # A block of rows lies within one part, query, key or value, of one head.
-    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_N - 1) // BLOCK_N
+    """AHEAD  tiles of a program's first rows that are loaded before it waits for what was launched before"""
+    if AHEAD == 0:
+        await_inputs(EARLY)
+    OF_HEAD: tl.constexpr = 3 * ((HEAD_DIM + BLOCK_N - 1) // BLOCK_N)
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
     token = offs_b.to(tl.int64)
     t = tl.load(position_ptr)
     # The head of a block is asked for a block ahead, the first one's at the same time as the count.
-    next_head = tl.load(idx_ptr + tl.program_id(0) // (3 * BLOCKS))
-    for block in range(tl.program_id(0), tl.load(count_ptr) * (3 * BLOCKS), tl.num_programs(0)):
+    next_head = tl.load(idx_ptr + tl.program_id(0) // OF_HEAD)
+    begin, blocks = tl.program_id(0), tl.load(count_ptr) * OF_HEAD
+    if AHEAD > 0:
+        head = tl.where(begin < blocks, next_head, 0).to(tl.int64)
+        next_head = tl.load(idx_ptr + tl.minimum((begin + tl.num_programs(0)) // OF_HEAD, cap - 1))
+        part, offs_r, mask_n, row = _place(begin, head, HEAD_DIM, BLOCK_N)
+        ours = (begin < blocks) & _is_ours(part, head, t, watermark_ptr)
+        mask_n = offs_r < tl.where(ours, HEAD_DIM, 0)
+        first = first_tiles(w_ptr, row, mask_n, AHEAD, D, BLOCK_D)
+        await_inputs(EARLY)
+        _block_of_rows(
+            x_ptr, w_ptr, b_ptr, q_ptr, k_ptr, v_ptr, first, begin, head, part, offs_r, mask_n, row, token, mask_b, t,
+            cap, H, T, D, HEAD_DIM, HAS_BIAS, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES,
+        )  # fmt: skip
+        begin += tl.num_programs(0)
+    for block in range(begin, blocks, tl.num_programs(0)):
         head = next_head.to(tl.int64)
-        next_head = tl.load(idx_ptr + tl.minimum((block + tl.num_programs(0)) // (3 * BLOCKS), cap - 1))
-        slot = block // (3 * BLOCKS)
-        part = block // BLOCKS % 3
-        offs_r = block % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = offs_r < HEAD_DIM
-        row = (head * 3 + part) * HEAD_DIM + offs_r
-        ours = part >= 0
-        if watermark_ptr is not None:
-            ours = (part == 0) | (tl.load(watermark_ptr + head) >= t)
-        if ours:
-            y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
-            if HAS_BIAS:
-                y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-            y = y.to(q_ptr.dtype.element_ty)
-            mask = mask_b[:, None] & mask_n[None, :]
-            place = ((token * H + head) * T + t)[:, None] * HEAD_DIM + offs_r[None, :]
-            if part == 0:
-                tl.store(q_ptr + (token * cap + slot)[:, None] * HEAD_DIM + offs_r[None, :], y, mask=mask)
-            elif part == 1:
-                tl.store(k_ptr + place, y, mask=mask)
-            else:
-                tl.store(v_ptr + place, y, mask=mask)
+        next_head = tl.load(idx_ptr + tl.minimum((block + tl.num_programs(0)) // OF_HEAD, cap - 1))
+        part, offs_r, mask_n, row = _place(block, head, HEAD_DIM, BLOCK_N)
+        if _is_ours(part, head, t, watermark_ptr):
+            _block_of_rows(
+                x_ptr, w_ptr, b_ptr, q_ptr, k_ptr, v_ptr, (), block, head, part, offs_r, mask_n, row, token, mask_b, t,
+                cap, H, T, D, HEAD_DIM, HAS_BIAS, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES,
+            )  # fmt: skip
 
 
 def check_qkv(x, w, b, idx, count, k_cache, v_cache, position, watermark) -> None:
@@ -153,10 +205,12 @@ def gather_qkv(
     position: torch.Tensor,
     watermark: torch.Tensor | None = None,
     config: Config | None = None,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Return q of the kept heads, and store k and v of those that have missed nothing; see the module docstring.
 
-    Each kept row of `w` is read once for every 16 tokens. `config` overrides the tuned block sizes.
+    Each kept row of `w` is read once for every 16 tokens. `config` overrides the tuned block sizes. `ahead`: the launch
+    before writes x alone of what is read here, so rows may be loaded while it still runs.
 
     Raises:
         ValueError: wrong shapes, or tensors that are not contiguous.
@@ -178,6 +232,7 @@ def gather_qkv(
         BLOCK_D=c.block_d,
         DOT=c.dot,
         STAGES=c.stages,
+        AHEAD=tiles_ahead(c, D, x.dtype) if ahead else 0,
         num_warps=c.warps,
         **launch_options(),
     )  # fmt: skip

@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import Config, config_for
-from dejavu_ds.kernels.tiles import await_inputs, launch_options, rows_times_rows
+from dejavu_ds.kernels.configs import Config, config_for, tiles_ahead
+from dejavu_ds.kernels.tiles import await_inputs, first_tiles, launch_options, rows_times_rows
 
 # Rows that the twin copies together on their way to a product: few enough to stay in a core's cache.
 _COPIED_ROWS = 256
@@ -41,6 +41,7 @@ def gather_up_proj_ref(
     count: torch.Tensor,
     group: int = 1,
     relu: bool = False,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Plain torch twin of `gather_up_proj`: same arguments, same result, rounded where torch rounds.
 
@@ -71,6 +72,28 @@ def gather_up_proj_ref(
     return y
 
 
+@triton.jit
+def _block_of_rows(
+    x_ptr, w_ptr, b_ptr, y_ptr, token, mask_b, row, offs_n, mask_n, first, stride_y_b,
+    D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute and store places offs_n, rows `row` of w, of which `first` is there already."""
+    y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, first, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
+    if HAS_BIAS:
+        y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if RELU:
+        y = tl.where(y < 0.0, 0.0, y)  # not maximum(): a NaN must stay one
+    y_ptrs = y_ptr + token[:, None] * stride_y_b + offs_n[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_b[:, None] & mask_n[None, :])
+
+
 # B and the capacity are not specialised: another batch must not compile again.
 @triton.jit(do_not_specialize=["B", "stride_y_b"])
 def _gather_up_proj_kernel(
@@ -85,31 +108,45 @@ def _gather_up_proj_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
+    """AHEAD  tiles of a program's first rows that are loaded before it waits for what was launched before"""
+    if AHEAD == 0:
+        await_inputs(EARLY)
     rows = tl.load(count_ptr) * GROUP
     # The units of a block are asked for a block ahead, the first ones' at the same time as the count.
     cap = stride_y_b
-    ahead = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    next_unit = tl.load(idx_ptr + ahead // GROUP, mask=ahead < cap, other=0)
+    step = tl.num_programs(0) * BLOCK_N
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    next_unit = tl.load(idx_ptr + offs_n // GROUP, mask=offs_n < cap, other=0)
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < B
     token = offs_b.to(tl.int64)
+    begin = tl.program_id(0)
+    if AHEAD > 0:
+        mask_n = offs_n < rows
+        row = next_unit.to(tl.int64) * GROUP + offs_n % GROUP
+        ahead = offs_n + step
+        next_unit = tl.load(idx_ptr + ahead // GROUP, mask=ahead < cap, other=0)
+        first = first_tiles(w_ptr, row, mask_n, AHEAD, D, BLOCK_D)
+        await_inputs(EARLY)
+        _block_of_rows(
+            x_ptr, w_ptr, b_ptr, y_ptr, token, mask_b, row, offs_n, mask_n, first, stride_y_b,
+            D, HAS_BIAS, RELU, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES,
+        )  # fmt: skip
+        begin += tl.num_programs(0)
 
-    for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
+    for block in range(begin, tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < rows
         row = next_unit.to(tl.int64) * GROUP + offs_n % GROUP
-        ahead = offs_n + tl.num_programs(0) * BLOCK_N
+        ahead = offs_n + step
         next_unit = tl.load(idx_ptr + ahead // GROUP, mask=ahead < cap, other=0)
-        y = rows_times_rows(x_ptr, token, mask_b, w_ptr, row, mask_n, D, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES)
-        if HAS_BIAS:
-            y += tl.load(b_ptr + row, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-        if RELU:
-            y = tl.where(y < 0.0, 0.0, y)  # not maximum(): a NaN must stay one
-        y_ptrs = y_ptr + token[:, None] * stride_y_b + offs_n[None, :]
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_b[:, None] & mask_n[None, :])
+        _block_of_rows(
+            x_ptr, w_ptr, b_ptr, y_ptr, token, mask_b, row, offs_n, mask_n, (), stride_y_b,
+            D, HAS_BIAS, RELU, BLOCK_B, BLOCK_N, BLOCK_D, DOT, STAGES,
+        )  # fmt: skip
 
 
 def check_gather(idx: torch.Tensor, count: torch.Tensor, w: torch.Tensor, group: int) -> None:
@@ -131,10 +168,12 @@ def gather_up_proj(
     group: int = 1,
     relu: bool = False,
     config: Config | None = None,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Return x @ w[rows].T + b[rows] for the rows of the kept units; shapes and limits are in the module docstring.
 
-    Each kept row of `w` is read once for every 16 tokens. `config` overrides the tuned block sizes.
+    Each kept row of `w` is read once for every 16 tokens. `config` overrides the tuned block sizes. `ahead`: the launch
+    before writes x, but neither idx nor count, so rows may be loaded while it still runs.
 
     Raises:
         ValueError: wrong shapes, a `group` that does not divide the rows, or tensors that are not contiguous.
@@ -167,6 +206,7 @@ def gather_up_proj(
         BLOCK_D=c.block_d,
         DOT=c.dot,
         STAGES=c.stages,
+        AHEAD=tiles_ahead(c, D, x.dtype) if ahead else 0,
         num_warps=c.warps,
         **launch_options(),
     )  # fmt: skip

@@ -237,9 +237,12 @@ def _sum_of_rows(
         units, h = ask_places(h_ptr, idx_ptr, start, stride_h_b, GROUP, EACH)
         rows = tl.load(count_ptr) * GROUP
         offset = offset_of(absmax_offset_ptr)
-        listed, place = list_address(thread), thread // LANES
+        place = thread // LANES
         for here in range(first, rows, step):
             n = list_wanted(units, h, start, rows, thread, EACH)
+            # Not pure: so it stays behind the barrier, and with it the reads of the list, which are, lest Triton keeps
+            # a copy of each for every layout, but depend on it.
+            listed = list_address(thread)
             start += step
             if here + step < rows:
                 units, h = ask_places(h_ptr, idx_ptr, start, rows, GROUP, EACH)

@@ -25,6 +25,7 @@ def packed_qkv_ref(
     v_cache: torch.Tensor,
     position: torch.Tensor,
     watermark: torch.Tensor | None = None,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """In plain torch, rounded where torch rounds; the way on a CPU."""
     bias = None if b is None else b.flatten()
@@ -43,6 +44,7 @@ def packed_qkv(
     position: torch.Tensor,
     watermark: torch.Tensor | None = None,
     config: Config | None = None,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Return q of the kept heads, and store k and v of those that have missed nothing, as `gather_qkv` does.
 
@@ -55,4 +57,4 @@ def packed_qkv(
     check_qkv(x, w, b, idx, count, k_cache, v_cache, position, watermark)
     c = config or config_for("packed_qkv", x.shape[0], x.shape[1], x.dtype)
     caches = Caches(k_cache, v_cache, position, watermark)
-    return packed_up_rows(x, w, b, idx, count, 3 * w.shape[2], False, c, caches)
+    return packed_up_rows(x, w, b, idx, count, 3 * w.shape[2], False, c, ahead, caches)

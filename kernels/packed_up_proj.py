@@ -31,6 +31,7 @@ def packed_up_proj_ref(
     count: torch.Tensor,
     group: int = 1,
     relu: bool = False,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """In plain torch, rounded where torch rounds; the way on a CPU."""
     y = torch.empty(x.shape[0], idx.numel() * group, device=x.device, dtype=x.dtype)
@@ -167,16 +168,18 @@ def _packed_up_proj_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
+    AHEAD: tl.constexpr,
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """By multiply-adds.
 
     Programs walk over the rows. While those of a block are multiplied the words of the next one are on their way, and
-    what says where those after lie.
+    what says where those after lie. AHEAD: a program loads its first rows before it waits for what was launched before.
     """
     fill_table(table_ptr, ASM)
-    await_inputs(EARLY)
+    if not AHEAD:
+        await_inputs(EARLY)
     table = word_table(table_ptr, tl.arange(0, BLOCK_D // 16), ASM)
     step = tl.num_programs(0) * BLOCK_N
     first = tl.program_id(0) * BLOCK_N
@@ -188,13 +191,17 @@ def _packed_up_proj_kernel(
     offset = offset_of(absmax_offset_ptr)
     first_b = tl.program_id(1).to(tl.int64) * BLOCK_B
     token = first_b + tl.arange(0, BLOCK_B)
-    x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
+    if not AHEAD:
+        x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
     ends = _ends(units, first, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
     q, absmax = _load_block(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, ends,
         D, BLOCKSIZE, GROUP, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     next_ends = _ends(next_units, first + step, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
+    if AHEAD:
+        await_inputs(EARLY)
+        x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
     for first in range(tl.program_id(0) * BLOCK_N, rows, step):
         next_q, next_absmax = _load_block(
             w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, first + step, next_ends,
@@ -277,6 +284,7 @@ def packed_up_proj(
     group: int = 1,
     relu: bool = False,
     config: Config | None = None,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Return x @ w[rows].T + b[rows] for the rows of the kept units, as `gather_up_proj` does.
 
@@ -297,7 +305,7 @@ def packed_up_proj(
         raise ValueError("x, b and idx must be contiguous; call .contiguous() once at load time, not per step")
 
     c = config or config_for("packed_up_proj", x.shape[0], x.shape[1], x.dtype)
-    return packed_up_rows(x, w, b, idx, count, group, relu, c)
+    return packed_up_rows(x, w, b, idx, count, group, relu, c, ahead)
 
 
 def packed_up_rows(
@@ -309,6 +317,7 @@ def packed_up_rows(
     group: int,
     relu: bool,
     c: Config,
+    ahead: bool,
     caches: Caches | None = None,
 ) -> torch.Tensor:
     """`packed_up_proj` of what is checked already, for a weight and a bias of any leading dimensions.
@@ -326,7 +335,11 @@ def packed_up_rows(
     else:
         kernel, own = (
             _packed_up_proj_kernel,
-            {"BLOCK_D": c.block_d, "HALF": c.half and lookup.asm != "" and x.dtype == torch.float16},
+            {
+                "BLOCK_D": c.block_d,
+                "HALF": c.half and lookup.asm != "" and x.dtype == torch.float16,
+                "AHEAD": ahead,
+            },
         )
     kernel[grid](
         x, *w.pointers(), lookup.table, b, idx, count, y, *(caches or (None,) * 4),

@@ -71,6 +71,9 @@ def predict_select_ref(
         kept_total += idx.numel()
 
 
+RANK_MULTIPLE = 16
+"""Of ranks of which every row of w2 begins on 16 bytes, in 8 bits too: other rows are loaded element by element."""
+
 # 64 rows of 256 columns are 32 KB of 16-bit weights in flight, 8 loads of 16 bytes a thread. Guesses, as are the
 # constants below; they want measuring.
 _BLOCK_N = 64  # at most 128: a place in a block is stored in a byte

@@ -9,7 +9,7 @@ value, which `gather_qkv`, running beside, then need not read.
 
 The watermark is only read; `decode_attention` moves it at the end of the step.
 
-A program computes a tile of a due head's rows for all missing positions, so the weights come from memory once.
+Most heads have missed a few tokens, where the time goes into waiting for memory, not into products.
 
 Shapes (B sequences, H heads, D hidden size, R ring length, W window, T cache capacity):
     inputs     [B, R, D]            contiguous, R > W; normalised attention input of position p <= t at p % R
@@ -54,58 +54,88 @@ def recover_kv_ref(
             cache[:, head, first : t + 1] = torch.nn.functional.linear(x, w[head, part], bias)
 
 
-# An item is one position of one sequence. By bytes an element, (items, columns of D) in a tile: the first for up to so
-# many items, the second for more. All stages fit into 96 KB of shared memory, two programs a multiprocessor; exact
-# products of fp32 take no tensor cores, so their tiles must fit into registers. Measured on an H200, as the constants
-# below.
-_TILES = {2: ((16, 256), (64, 128)), 4: ((16, 64), (64, 32))}
-_BLOCK_R = 32
-_STAGES = 4
-_WARPS = 4
-# Two a multiprocessor of an H200.
-_PROGRAMS = 264
+# An item is one position of one sequence. Heads with up to _FEW of them are seen to in tiles of few items, others in
+# tiles of many: by bytes an element (items, rows, columns for each of _SPLIT groups, stages of the pipeline). More
+# stages are no slower alone, but their shared memory is taken from the L1 cache of what runs beside. Exact products of
+# fp32 take no tensor cores, so their tiles must fit into registers.
+_FEW = 64
+_TILES = {2: ((16, 16, 64, 4), (64, 16, 32, 3)), 4: ((16, 16, 32, 4), (16, 16, 32, 4))}
+# Groups of columns, one a warp: products of a row follow one another, a quarter of them at a time.
+_SPLIT = 4
+# One a multiprocessor of an H200.
+_PROGRAMS = 132
 
 
 @triton.jit
-def _recover_rows(
+def _recover_tile(
     inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr,
-    head, first, items, B, H, R, T,
+    head, first, items, part, B, H, R, T,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of one tile of a head's rows, for all its missing positions from `first` on."""
-    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)  # the key rows of the head, then its value rows
+    """Keys and values of some of a head's rows for some of its items."""
+    TILES: tl.constexpr = (2 * HEAD_DIM + BLOCK_R - 1) // BLOCK_R
+    offs_r = part % TILES * BLOCK_R + tl.arange(0, BLOCK_R)  # the key rows of the head, then its value rows
+    offs_i = part // TILES * BLOCK_I + tl.arange(0, BLOCK_I)
     # Rows and items that overrun the tile repeat the last one: nothing is masked but the stores.
     row = (head * 3 + 1) * HEAD_DIM + tl.minimum(offs_r, 2 * HEAD_DIM - 1)
-    for i in range(0, items, BLOCK_I):
-        offs_i = i + tl.arange(0, BLOCK_I)
-        item = tl.minimum(offs_i, items - 1)  # all B sequences of a position are neighbours
-        batch = (item % B).to(tl.int64)
-        pos = first + item // B
-        x_row = batch * R + pos % R
-        y = tl.zeros((BLOCK_R, BLOCK_I), dtype=tl.float32)
-        for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
-            offs_d = d + tl.arange(0, BLOCK_D)
-            w_ptrs = w_ptr + row[:, None] * D + offs_d[None, :]
-            x_ptrs = inputs_ptr + x_row[:, None] * D + offs_d[None, :]
-            if D % BLOCK_D == 0:
-                w = tl.load(w_ptrs, eviction_policy="evict_first")
-                x = tl.load(x_ptrs)
-            else:
-                w = tl.load(w_ptrs, mask=(offs_d < D)[None, :], other=0.0, eviction_policy="evict_first")
-                x = tl.load(x_ptrs, mask=(offs_d < D)[None, :], other=0.0)
-            y = dot(w, tl.trans(x), y)
-        if b_ptr is not None:
-            y += tl.load(b_ptr + row).to(tl.float32)[:, None]
-        y = y.to(k_ptr.dtype.element_ty)
-        out = ((batch * H + head) * T + pos)[None, :] * HEAD_DIM + (offs_r % HEAD_DIM)[:, None]
-        mask_i = (offs_i < items)[None, :]
-        tl.store(k_ptr + out, y, mask=mask_i & (offs_r < HEAD_DIM)[:, None])
-        tl.store(v_ptr + out, y, mask=mask_i & ((offs_r >= HEAD_DIM) & (offs_r < 2 * HEAD_DIM))[:, None])
+    item = tl.minimum(offs_i, items - 1)  # all B sequences of a position are neighbours
+    batch = (item % B).to(tl.int64)
+    pos = first + item // B
+    x_row = batch * R + pos % R
+    y = tl.zeros((SPLIT, BLOCK_R, BLOCK_I), dtype=tl.float32)
+    for d in tl.range(0, D, SPLIT * BLOCK_D, num_stages=STAGES):
+        offs_d = d + tl.arange(0, SPLIT)[:, None, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
+        w_ptrs = w_ptr + row[None, :, None] * D + offs_d
+        x_ptrs = inputs_ptr + x_row[None, :, None] * D + offs_d
+        if D % (SPLIT * BLOCK_D) == 0:
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
+            x = tl.load(x_ptrs)
+        else:
+            w = tl.load(w_ptrs, mask=offs_d < D, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=offs_d < D, other=0.0)
+        y = dot(w, tl.permute(x, (0, 2, 1)), y)
+    y = tl.sum(y, axis=0)
+    if b_ptr is not None:
+        y += tl.load(b_ptr + row).to(tl.float32)[:, None]
+    y = y.to(k_ptr.dtype.element_ty)
+    out = ((batch * H + head) * T + pos)[None, :] * HEAD_DIM + (offs_r % HEAD_DIM)[:, None]
+    mask_i = (offs_i < items)[None, :]
+    tl.store(k_ptr + out, y, mask=mask_i & (offs_r < HEAD_DIM)[:, None])
+    tl.store(v_ptr + out, y, mask=mask_i & ((offs_r >= HEAD_DIM) & (offs_r < 2 * HEAD_DIM))[:, None])
+
+
+@triton.jit
+def _recover_tiles(
+    inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr,
+    concerned, watermark, t, B, H, R, T,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of the heads concerned, tile by tile, all tiles spread over the programs."""
+    TILES: tl.constexpr = (2 * HEAD_DIM + BLOCK_R - 1) // BLOCK_R
+    parts = tl.where(concerned, tl.cdiv((t + 1 - watermark) * B, BLOCK_I) * TILES, 0)
+    end, heads = tl.cumsum(parts, axis=0), tl.arange(0, BLOCK_HEADS)
+    for i in range(tl.program_id(0), tl.sum(parts, axis=0), tl.num_programs(0)):
+        ours = (i >= end - parts) & (i < end)
+        head = tl.sum(tl.where(ours, heads, 0), axis=0).to(tl.int64)
+        first = tl.sum(tl.where(ours, watermark, 0), axis=0)
+        part = i - tl.sum(tl.where(ours, end - parts, 0), axis=0)
+        _recover_tile(
+            inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, (t + 1 - first) * B, part, B, H, R, T,
+            D, HEAD_DIM, BLOCK_I, BLOCK_R, BLOCK_D, SPLIT, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -125,41 +155,39 @@ def due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, least, most,
 
 
 # D is a size of the model; another batch, ring or cache must not compile again.
-@triton.jit(do_not_specialize=["B", "H", "R", "T", "window"])
+@triton.jit(do_not_specialize=["B", "H", "R", "T", "window", "few"])
 def _recover_kv_kernel(
     inputs_ptr, w_ptr, b_ptr, selected_ptr, watermark_ptr, position_ptr, k_ptr, v_ptr,
-    B, H, R, T, window,
+    B, H, R, T, window, few,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     FEW_I: tl.constexpr,
+    FEW_R: tl.constexpr,
     FEW_D: tl.constexpr,
+    FEW_STAGES: tl.constexpr,
     MANY_I: tl.constexpr,
+    MANY_R: tl.constexpr,
     MANY_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    MANY_STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """few  heads that miss fewer positions are seen to in tiles of few items"""
     await_inputs(EARLY)
     place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, 0, T, BLOCK_HEADS)
     if heads_due == 0:
         return
-    heads = tl.arange(0, BLOCK_HEADS)
     t = tl.load(position_ptr)
-    for j in range(tl.program_id(1), heads_due, tl.num_programs(1)):
-        head = tl.sum(tl.where(place == j, heads, 0), axis=0).to(tl.int64)
-        first = tl.sum(tl.where(place == j, watermark, 0), axis=0)
-        items = (t + 1 - first) * B
-        if items <= FEW_I:
-            _recover_rows(
-                inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, items, B, H, R, T,
-                D, HEAD_DIM, FEW_I, BLOCK_R, FEW_D, STAGES,
-            )  # fmt: skip
-        else:
-            _recover_rows(
-                inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, items, B, H, R, T,
-                D, HEAD_DIM, MANY_I, BLOCK_R, MANY_D, STAGES,
-            )  # fmt: skip
+    has_few = t - watermark < few
+    _recover_tiles(
+        inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, (place >= 0) & has_few, watermark, t, B, H, R, T,
+        D, HEAD_DIM, BLOCK_HEADS, FEW_I, FEW_R, FEW_D, SPLIT, FEW_STAGES,
+    )  # fmt: skip
+    _recover_tiles(
+        inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, (place >= 0) & (has_few == 0), watermark, t, B, H, R, T,
+        D, HEAD_DIM, BLOCK_HEADS, MANY_I, MANY_R, MANY_D, SPLIT, MANY_STAGES,
+    )  # fmt: skip
 
 
 def check_recover(inputs, w, b, selected, watermark, position, k_cache, v_cache, window) -> None:
@@ -219,20 +247,16 @@ def recover_kv(
     check_recover(inputs, w, b, selected, watermark, position, k_cache, v_cache, window)
     B, R, D = inputs.shape
     H, _, head_dim, _ = w.shape
-    tiles = triton.cdiv(2 * head_dim, _BLOCK_R)
-    (few_i, few_d), (many_i, many_d) = _TILES[w.element_size()]
-    _recover_kv_kernel[(tiles, max(1, min(H, _PROGRAMS // tiles)))](
+    few, many = _TILES[w.element_size()]
+    _recover_kv_kernel[(_PROGRAMS,)](
         inputs, w, b, selected.view(torch.uint8), watermark, position, k_cache, v_cache,
-        B, H, R, k_cache.shape[2], window,
+        B, H, R, k_cache.shape[2], window, _FEW // B,
         D=D,
         HEAD_DIM=head_dim,
         BLOCK_HEADS=triton.next_power_of_2(H),
-        BLOCK_R=_BLOCK_R,
-        FEW_I=few_i,
-        FEW_D=few_d,
-        MANY_I=many_i,
-        MANY_D=many_d,
-        STAGES=_STAGES,
-        num_warps=_WARPS,
+        **dict(zip(("FEW_I", "FEW_R", "FEW_D", "FEW_STAGES"), few, strict=True)),
+        **dict(zip(("MANY_I", "MANY_R", "MANY_D", "MANY_STAGES"), many, strict=True)),
+        SPLIT=_SPLIT,
+        num_warps=_SPLIT,
         **launch_options(),
     )  # fmt: skip

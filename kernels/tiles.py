@@ -5,7 +5,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter multiplies the bit patterns of bf16 in a dot, and knows no launches.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -19,8 +19,9 @@ def _starts_early(device: int) -> bool:
 def launch_options() -> dict[str, bool]:
     """Of every launch: it may begin while the one before it ends (programmatic dependent launch), see `await_inputs`.
 
-    From compute capability 9.0 on. Nothing tells the next launch to begin sooner than the last program of the one
-    before is done: programs that came in while others still run would crowd on the first free multiprocessors.
+    From compute capability 9.0 on. But for `let_in` nothing tells the next launch to begin sooner than the last program
+    of the one before is done: programs that came in while others still run would crowd on the first free
+    multiprocessors.
     """
     return {"EARLY": True, "launch_pdl": True} if _starts_early(_device()) else {"EARLY": False}
 
@@ -37,6 +38,16 @@ def await_inputs(EARLY: tl.constexpr):
     """
     if EARLY:
         gdc_wait()
+
+
+@triton.jit
+def let_in(EARLY: tl.constexpr):
+    """Behind `await_inputs`, in a launch that leaves the device idle: the next one may begin now and load weights.
+
+    What the next one loads before its own `await_inputs` must be older than this launch.
+    """
+    if EARLY:
+        gdc_launch_dependents()
 
 
 def row_block(D: int, most: int) -> int:
@@ -58,8 +69,28 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def load_tile(w_ptr, w_row, mask_w, d: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[1, rows, BLOCK_D] of rows `w_row`, int64, from column d on. Weights pass through the L1 cache."""
+    offs_d = d + tl.arange(0, BLOCK_D)
+    mask = mask_w[None, :, None]
+    if D % BLOCK_D != 0:
+        mask = mask & (offs_d < D)[None, None, :]
+    w_ptrs = w_ptr + w_row[None, :, None] * D + offs_d[None, None, :]
+    return tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def first_tiles(w_ptr, w_row, mask_w, TILES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The first TILES tiles, a tuple, for `rows_times_rows`."""
+    out = ()
+    for i in tl.static_range(TILES):
+        out = out + (load_tile(w_ptr, w_row, mask_w, i * BLOCK_D, D, BLOCK_D),)
+    return out
+
+
+@triton.jit
 def rows_times_rows(
-    x_ptr, x_row, mask_x, w_ptr, w_row, mask_w,
+    x_ptr, x_row, mask_x, w_ptr, w_row, mask_w, first,
     D: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -69,6 +100,7 @@ def rows_times_rows(
 ):  # fmt: skip
     """[BLOCK_X, BLOCK_W] fp32: rows `x_row` of x [., D] times rows `w_row` of w [., D], both int64.
 
+    first: of the rows of w what `first_tiles` has loaded, or ().
     DOT takes tensor cores (BLOCK_X and BLOCK_W of at least 16), for more tokens than multiply-adds can keep up with.
     """
     if DOT:
@@ -89,25 +121,18 @@ def rows_times_rows(
         # operand changes its layout. Unrolled, so that the loads of several tiles are in flight at once.
         LANE: tl.constexpr = min(BLOCK_D, 128 // w_ptr.dtype.element_ty.primitive_bitwidth)
         acc = tl.zeros((BLOCK_X, BLOCK_W, BLOCK_D // LANE), dtype=tl.float32)
-        for d in tl.static_range(0, D, BLOCK_D):
-            offs_d = d + tl.arange(0, BLOCK_D)
+        for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
+            offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
             mask_x_tile = mask_x[:, None, None]
-            mask_w_tile = mask_w[None, :, None]
             if D % BLOCK_D != 0:
                 mask_x_tile = mask_x_tile & (offs_d < D)[None, None, :]
-                mask_w_tile = mask_w_tile & (offs_d < D)[None, None, :]
-            # [1, BLOCK_W, BLOCK_D]; weights pass through the L1 cache, x stays in it
-            w = tl.load(
-                w_ptr + w_row[None, :, None] * D + offs_d[None, None, :],
-                mask=mask_w_tile,
-                other=0.0,
-                eviction_policy="evict_first",
-            ).to(tl.float32)
-            # [BLOCK_X, 1, BLOCK_D]
+            w = first[i] if i < len(first) else load_tile(w_ptr, w_row, mask_w, i * BLOCK_D, D, BLOCK_D)
+            # [BLOCK_X, 1, BLOCK_D], which stays in the L1 cache
             x = tl.load(x_ptr + x_row[:, None, None] * D + offs_d[None, None, :], mask=mask_x_tile, other=0.0).to(
                 tl.float32
             )
-            acc += tl.sum(tl.reshape(x * w, (BLOCK_X, BLOCK_W, BLOCK_D // LANE, LANE)), axis=3)
+            products = x * w.to(tl.float32)
+            acc += tl.sum(tl.reshape(products, (BLOCK_X, BLOCK_W, BLOCK_D // LANE, LANE)), axis=3)
         y = tl.sum(acc, axis=2)
     return y
 

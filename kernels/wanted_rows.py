@@ -176,7 +176,7 @@ def ask(
         if LISTED:
             row, factor = tl.inline_asm_elementwise(
                 _LOAD_ROW_ASM, "=&r,=&f,r,r", [listed + place * 8 + u * ROWS * 8, (at < end).to(tl.int32)],
-                dtype=(tl.int32, tl.float32), is_pure=False, pack=1,
+                dtype=(tl.int32, tl.float32), is_pure=True, pack=1,
             )  # fmt: skip
             units, h = units + (row,), h + (factor,)
         else:

@@ -33,24 +33,26 @@ def implementation(request):
         (17, 40, 3, 5, 2, {"late": [0, 2]}),
     ],
 )
-def test_matches_fp64(implementation, B, D, H, head_dim, count, kwargs, dtype, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_matches_fp64(implementation, B, D, H, head_dim, count, kwargs, ahead, dtype, device):
     torch.manual_seed(0)
     case = make_qkv(B, D, H, head_dim, count, dtype, device, **kwargs)
-    check_qkv(IMPLEMENTATIONS[implementation].gather_qkv, case, implementation == "triton")
+    check_qkv(partial(IMPLEMENTATIONS[implementation].gather_qkv, ahead=ahead), case, implementation == "triton")
 
 
 # Blocks of a single row, of some of a head's, and of more than it has; rows in one step, and in several with a rest.
 @pytest.mark.parametrize("block_n, block_d, programs", [(1, 64, 3), (2, 16, 1), (2, 16, 100), (8, 8, 5)])
 @pytest.mark.parametrize("B", [1, 2, 3, 4, 6, 17])
-def test_any_block_sizes(B, block_n, block_d, programs, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_any_block_sizes(B, block_n, block_d, programs, ahead, device):
     torch.manual_seed(0)
     config = config_for("gather_qkv", B, 33, torch.float32)
     if config.dot:
         block_n, block_d = max(block_n, 16), max(block_d, 16)
     config = config._replace(block_n=block_n, block_d=block_d, programs=programs)
-    for count in (0, 1, 3):
-        case = make_qkv(B, 33, 4, 5, count, torch.float32, device)
-        check_qkv(partial(gather_qkv, config=config), case, True)
+    for count, late in ((0, ()), (1, ()), (3, ()), (3, (0, 2))):
+        case = make_qkv(B, 33, 4, 5, count, torch.float32, device, late=late)
+        check_qkv(partial(gather_qkv, config=config, ahead=ahead), case, True)
 
 
 def test_small_blocks_of_many_tokens(device):
@@ -61,13 +63,14 @@ def test_small_blocks_of_many_tokens(device):
 
 @pytest.mark.parametrize("programs", [1, 4, 100])
 @pytest.mark.parametrize("B", [2, 6])
-def test_what_stands_beyond_the_count(B, programs, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_what_stands_beyond_the_count(B, programs, ahead, device):
     """The head of a block is loaded before it is known whether there is such a block."""
     torch.manual_seed(0)
     config = config_for("gather_qkv", B, 33, torch.float16)._replace(programs=programs)
     for count in (0, 1, 3):
         case = make_qkv(B, 33, 5, 5, count, torch.float16, device, cap=4)
-        check_beyond(partial(gather_qkv, config=config), case, lambda q, count=count: q[:, :count])
+        check_beyond(partial(gather_qkv, config=config, ahead=ahead), case, lambda q, count=count: q[:, :count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -30,10 +30,11 @@ def implementation(request):
         (2, 33, 3, 3, 3 * 33, False, False),
     ],
 )
-def test_matches_fp64(implementation, B, D, units, count, group, bias, relu, dtype, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_matches_fp64(implementation, B, D, units, count, group, bias, relu, ahead, dtype, device):
     torch.manual_seed(0)
     case = make_up(B, D, units, count, group, bias, relu, dtype, device)
-    check_up(IMPLEMENTATIONS[implementation].gather_up_proj, case, implementation == "triton")
+    check_up(partial(IMPLEMENTATIONS[implementation].gather_up_proj, ahead=ahead), case, implementation == "triton")
 
 
 def test_capacity_below_the_number_of_units(implementation, device):
@@ -50,23 +51,25 @@ def test_every_unit_in_order(implementation, device):
 
 
 @pytest.mark.parametrize("B", [2, 6])
-def test_a_program_takes_several_blocks(B, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_a_program_takes_several_blocks(B, ahead, device):
     torch.manual_seed(0)
     config = config_for("gather_up_proj", B, 33, torch.float32)._replace(programs=3)
     case = make_up(B, 33, 120, 103, 1, True, True, torch.float32, device)
-    check_up(partial(gather_up_proj, config=config), case, True)
+    check_up(partial(gather_up_proj, config=config, ahead=ahead), case, True)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 100])
 @pytest.mark.parametrize("B", [2, 6])
 @pytest.mark.parametrize("group, cap, counts", [(1, 40, (0, 1, 4, 5, 32)), (6, 8, (0, 1, 3))])
-def test_what_stands_beyond_the_count(group, cap, counts, B, programs, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_what_stands_beyond_the_count(group, cap, counts, B, programs, ahead, device):
     """The units of a block are loaded before it is known whether there is such a block."""
     torch.manual_seed(0)
     config = config_for("gather_up_proj", B, 33, torch.float16)._replace(programs=programs)
     for count in counts:
         case = make_up(B, 33, 50, count, group, True, True, torch.float16, device, cap=cap)
-        check_beyond(partial(gather_up_proj, config=config), case, lambda y, end=count * group: y[:, :end])
+        check_beyond(partial(gather_up_proj, config=config, ahead=ahead), case, lambda y, end=count * group: y[:, :end])
 
 
 def test_relu_keeps_nan(implementation, device):

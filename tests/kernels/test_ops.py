@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_cases import IMPLEMENTATIONS, NAN, make_attention, make_down, make_qkv, make_up, scalar
 
+from dejavu_ds.kernels.add_norm import Norm
 from dejavu_ds.kernels.ops import TORCH, TRITON, ops_for
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -84,3 +85,31 @@ def test_a_captured_graph_follows_the_counts(device):
         assert torch.equal(captured[1], eager[1])
         assert torch.equal(captured[2][:, :kept_heads], eager[2][:, :kept_heads])
         assert torch.equal(captured[3][:, :kept_heads], eager[3][:, :kept_heads])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D, N", [(2048, 8192), (7168, 28672)])
+def test_rows_loaded_beside_the_norm(D, N, device):
+    """The norm lets the projection in; it must still see this norm's x, and no other."""
+    torch.manual_seed(0)
+    half = {"device": device, "dtype": torch.float16}
+    w, parts = torch.randn(N, D, **half) / D**0.5, torch.randn(50, 4, 1, D, device=device)
+    norm = Norm(torch.randn(D, **half), torch.randn(D, **half), 1e-5)
+    idx, count = torch.randperm(N, device=device).int(), scalar(N // 6, device)
+
+    def results(beside: bool) -> list[torch.Tensor]:
+        hidden, out = torch.zeros(1, D, **half), []
+        for y in parts:
+            x = TRITON.add_norm(y, None, hidden, norm, lets_in=beside)
+            out.append(TRITON.gather_up_proj(x, w, None, idx, count, relu=True, ahead=beside)[:, : N // 6])
+        return out
+
+    expected = results(False)
+    results(True)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(True)
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))

@@ -109,10 +109,13 @@ UP_HALF = 5
         (17, 192, 7, 7, 3, False, False, NESTED),
     ],
 )
-def test_up(implementation, B, D, units, count, group, bias, relu, config, dtype, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_up(implementation, B, D, units, count, group, bias, relu, config, ahead, dtype, device):
     torch.manual_seed(0)
     case = make_up(B, D, units, count, group, bias, relu, dtype, device)
-    op = over_packed(PACKED[implementation].gather_up_proj, case, config, implementation == "triton")
+    op = over_packed(
+        partial(PACKED[implementation].gather_up_proj, ahead=ahead), case, config, implementation == "triton"
+    )
     check_up(op, case, *rounded_of(implementation, dtype, B, UP_HALF))
 
 
@@ -160,10 +163,11 @@ def test_down_into_fp32_parts(implementation, parts, device):
         (6, 128, 3, 20, 3, True, NESTED),
     ],
 )
-def test_qkv(implementation, B, D, H, head_dim, count, bias, config, dtype, device):
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_qkv(implementation, B, D, H, head_dim, count, bias, config, ahead, dtype, device):
     torch.manual_seed(0)
     case = make_qkv(B, D, H, head_dim, count, dtype, device, bias=bias)
-    op = over_packed(PACKED[implementation].gather_qkv, case, config, implementation == "triton")
+    op = over_packed(partial(PACKED[implementation].gather_qkv, ahead=ahead), case, config, implementation == "triton")
     check_qkv(op, case, *rounded_of(implementation, dtype, B, UP_HALF))
 
 
@@ -274,7 +278,7 @@ def run_case(seed: int, device: str) -> None:
     if kind == "up":
         case = make_up(B, D, units, count, group, bias, bias, dtype, device, cap=cap)
         given = rng.choice((None, tiny(B, rng.choice((1, 2)), 64, 3)))
-        op = over_packed(partial(packed_up_proj, config=given), case, config, exactly=True)
+        op = over_packed(partial(packed_up_proj, config=given, ahead=rng.random() < 0.5), case, config, exactly=True)
         return check_up(op, case, *rounded_of("triton", dtype, B, UP_HALF))
     if kind == "qkv":
         case = make_qkv(B, D, units, rng.choice((2, 5)), min(count, 4), dtype, device, bias=bias, cap=cap)

@@ -9,6 +9,8 @@ from test_lookahead import random_predictors
 
 import dejavu_ds
 from dejavu_ds import SparsityConfig, plan
+from dejavu_ds.baselines import use_selection
+from dejavu_ds.block import SparseBlock
 
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 WAYS = [frozenset(), frozenset({"heads"}), frozenset({"mlp"}), frozenset({"heads", "mlp"})]
@@ -96,3 +98,37 @@ def test_a_step_is_really_timed(device):
     (way,) = engine.runner._ways.values()
     units = {"mlp": "mlp_density", "heads": "head_density"}
     assert torch.equal(out, text(engine_of("gather", **{units[unit]: 1.0 for unit in way}), device))
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Of every block's decode step, whether projections may load rows before the launch that makes their input ends."""
+    asked, decode = [], SparseBlock.decode
+    monkeypatch.setattr(SparseBlock, "decode", lambda *args: asked.append(args[-1]) or decode(*args))
+    return asked
+
+
+def test_rows_are_loaded_ahead_where_nothing_is_selected(ahead, device):
+    text(dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32), device)
+    assert ahead and all(ahead)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_loaded_ahead_in_no_step_that_selects(way, fastest, ahead, device):
+    """What is being selected must not be read before: also where one unit runs dense beside the other."""
+    fastest(way)
+    engine = engine_of()
+    text(engine, device)  # with the ways that are tried
+    ahead.clear()
+    engine.runner.release()
+    text(engine, device)
+    assert ahead and set(ahead) == {way == WAYS[3]}
+
+
+@pytest.mark.parametrize("density", [{"mlp_density": 0.5}, {"head_density": 0.5}], ids=["mlp", "heads"])
+def test_rows_are_loaded_ahead_under_no_oracle(density, ahead, device):
+    """An oracle of heads makes its list within the unit, from the unit's true outputs."""
+    engine = dejavu_ds.init_inference(tiny_opt(), dtype=torch.float32)
+    use_selection(engine, "oracle", SparsityConfig(**{"mlp_density": 1.0, "head_density": 1.0} | density))
+    text(engine, device)
+    assert ahead and not any(ahead)

@@ -64,6 +64,16 @@ def test_few_programs_see_to_many_heads(programs, device, monkeypatch):
     check_recover(recover_kv, case, True)
 
 
+@pytest.mark.parametrize("few", [1, 6, 1000])
+def test_few_items_and_many(few, device, monkeypatch):
+    """Heads of both kinds of tiles in one launch, and all of one kind; a run as long as the limit, and one longer."""
+    monkeypatch.setattr(module, "_FEW", few)
+    torch.manual_seed(0)
+    watermark, selected = [29, 28, 27, 26, 10, 30, 28], [True] * 6 + [False]
+    case = make_recover(2, 20, 300, 7, 12, 40, 30, watermark, selected, True, torch.float32, device)
+    check_recover(recover_kv, case, True)
+
+
 @pytest.mark.parametrize("spare", [1, 2])
 def test_heads_that_take_turns_have_all_keys(implementation, spare, device):
     """Two sets of heads alternate and one head is never selected; at each step what a selected head attends to

@@ -36,7 +36,7 @@ from dejavu_ds.injection_policies import Policy, policy_for
 from dejavu_ds.inputs import check_inputs, mask_and_positions
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.kernels.packed_ops import packed_ops_for
-from dejavu_ds.kernels.predict_select import RANK_MULTIPLE
+from dejavu_ds.kernels.predict_select import whole_rank
 from dejavu_ds.mlp import frozen
 from dejavu_ds.packed_predictor import PackedPredictor
 from dejavu_ds.predictor import PredictorSet
@@ -423,14 +423,17 @@ class DejaVuEngine(InferenceEngine):
     ) -> dict[tuple[str, int], tuple[Selector, Tap]]:
         """What `attach` takes, made of predictors at the densities asked for."""
         selectors = {}
+        packed = self.quantize is not None and self.quantize.predictors
+        itemsize = 1 if packed else self.dtype.itemsize  # of the second layer
         for unit in UNITS:
             densities = predictors.densities(unit, sparsity.density(unit, predictors.default_density(unit)))
             for i, (predictor, density) in enumerate(zip(predictors.of(unit), densities, strict=True)):
                 start, stop = self.local_units(unit, i)
                 if predictor is None or density >= 1 or start == stop:
                     continue  # dense; a rank without neurons (DeepSpeed shards by 64) has nothing to choose
-                shard = predictor.shard(start, stop).padded(RANK_MULTIPLE).to(self.device, self.dtype)
-                if self.quantize is not None and self.quantize.predictors:
+                rank = whole_rank(predictor.rank, itemsize)
+                shard = predictor.shard(start, stop).padded(rank).to(self.device, self.dtype)
+                if packed:
                     shard = PackedPredictor(shard, self.quantize)
                 selector = PredictorSelector(shard, predictor.threshold(density), self._ops)
                 selectors[unit, i] = selector, tap_of(unit, i, predictors.lookahead)

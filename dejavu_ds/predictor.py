@@ -126,9 +126,9 @@ class Predictor(nn.Module):
         w2, b2 = self.w2[start:stop].clone(), self.b2[start:stop].clone()
         return Predictor(self.w1.data, self.b1.data, w2, b2, self.quantiles)
 
-    def padded(self, multiple: int) -> "Predictor":
-        """The same net with a rank that is a multiple: the hidden units that are added are 0 for every input."""
-        more = -self.rank % multiple
+    def padded(self, rank: int) -> "Predictor":
+        """The same net with a larger rank: the hidden units that are added are 0 for every input."""
+        more = rank - self.rank
         w1, b1 = F.pad(self.w1.data, (0, 0, 0, more)), F.pad(self.b1.data, (0, more))
         return Predictor(w1, b1, F.pad(self.w2.data, (0, more)), self.b2.data, self.quantiles)
 

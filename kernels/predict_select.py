@@ -36,6 +36,14 @@ import triton.language as tl
 from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
 
+def whole_rank(rank: int, itemsize: int) -> int:
+    """The next rank whose rows of w2, of elements of `itemsize` bytes, all begin on 16 bytes.
+
+    Rows that begin elsewhere are loaded element by element.
+    """
+    return triton.cdiv(rank * itemsize, _ROW_BYTES) * _ROW_BYTES // itemsize
+
+
 def predict_logits_ref(
     z: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -71,8 +79,7 @@ def predict_select_ref(
         kept_total += idx.numel()
 
 
-RANK_MULTIPLE = 16
-"""Of ranks of which every row of w2 begins on 16 bytes, in 8 bits too: other rows are loaded element by element."""
+_ROW_BYTES = 16
 
 # 64 rows of 256 columns are 32 KB of 16-bit weights in flight, 8 loads of 16 bytes a thread. Guesses, as are the
 # constants below; they want measuring.

@@ -98,7 +98,7 @@ def test_sparse_bytes_by_hand():
     layer += 20 * 2 * heads * 16  # keys and values
     layer += 4 * 64  # norms
     layer += 8 * 64 + 8 + 128 * 8 + 128  # neurons' predictor, half its second layer
-    layer += 3 * 64 + 3 + 2 * 3 + 2  # heads'
+    layer += 8 * 64 + 8 + 2 * 8 + 2  # heads', padded to 16 bytes
     expected = 2 * (2 * layer + 512 * 64 / 2 + 2 * 64 + 2 * 64)
     kept = {"mlp_density": 0.25, "head_density": 0.25, "active_share": 0.5}
     assert step_bytes(parse_shape(TINY), 2, tp=2, context=20, ranks={"mlp": 8, "heads": 3}, **kept) == expected

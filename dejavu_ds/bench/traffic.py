@@ -8,6 +8,7 @@ import torch
 
 from dejavu_ds.bench.shapes import Shape
 from dejavu_ds.bench.timing import time_calls
+from dejavu_ds.kernels.predict_select import whole_rank
 
 # Bytes a weight of the decoder layers; 4-bit codes with an fp32 absmax for every 64 of them.
 QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "fp4": 0.5 + 4 / 64}
@@ -37,7 +38,7 @@ def step_bytes(
         tp: ranks that share the heads, the neurons and the head's columns.
         context: keys that each sequence attends to.
         mlp_density, head_density: kept by the whole batch together.
-        ranks: {"mlp": r, "heads": r} of the predictors; a unit without an entry has none.
+        ranks: {"mlp": r, "heads": r} of the predictors, which are padded; a unit without an entry has none.
         active_share: of the kept neurons, those whose fc2 row is needed; 1 for a dense step.
         quantize: key of `QUANTIZED_BYTES`, or None.
     """
@@ -49,7 +50,8 @@ def step_bytes(
     mlp = neurons * (D * w + itemsize + active_share * D * w) + D * itemsize
     kv = batch * context * 2 * heads * itemsize
     units = {"mlp": F, "heads": H}
-    predictors = sum((r * (D + 1) + units[unit] * (r + 1)) * itemsize for unit, r in (ranks or {}).items())
+    padded = {unit: whole_rank(r, itemsize) for unit, r in (ranks or {}).items()}
+    predictors = sum((r * (D + 1) + units[unit] * (r + 1)) * itemsize for unit, r in padded.items())
     layer = attention + mlp + kv + predictors + 4 * D * itemsize
     ends = (shape.vocab * D / tp + 2 * D + 2 * batch * D) * itemsize
     return round(shape.layers * layer + ends)

@@ -45,7 +45,9 @@ def fuzz_up(rng, dtype, device):
     cap = rng.randint(1, units)
     shape = rng.choice(BATCHES), rng.choice(WIDTHS), units, rng.randint(0, cap), group
     case = cases.make_up(*shape, rng.random() < 0.5, relu, dtype, device, cap=cap)
-    cases.check_up(TRITON.gather_up_proj, case | {"config": config(rng, shape[0], 2, 3)}, True)
+    cases.check_up(
+        TRITON.gather_up_proj, case | {"config": config(rng, shape[0], 2, 3), "ahead": rng.random() < 0.5}, True
+    )
 
 
 def fuzz_down(rng, dtype, device):
@@ -83,7 +85,9 @@ def fuzz_qkv(rng, dtype, device):
     cap = rng.randint(1, H)
     shape = rng.choice(BATCHES), rng.choice(WIDTHS), H, rng.choice(HEAD_DIMS), rng.randint(0, cap)
     case = cases.make_qkv(*shape, dtype, device, bias=rng.random() < 0.5, cap=cap)
-    cases.check_qkv(TRITON.gather_qkv, case | {"config": config(rng, shape[0], 2, 3)}, True)
+    cases.check_qkv(
+        TRITON.gather_qkv, case | {"config": config(rng, shape[0], 2, 3), "ahead": rng.random() < 0.5}, True
+    )
 
 
 def run_case(seed: int, device: str) -> None:
@@ -102,7 +106,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(decode_attention, "_MAX_SHARES", 4)
     monkeypatch.setattr(predict_select, "_BLOCK_N", 16)
     monkeypatch.setattr(predict_select, "_LIST_BLOCKS", 4)
-    monkeypatch.setattr(recover_kv, "_TILES", {2: ((16, 32), (32, 16)), 4: ((16, 32), (32, 16))})
+    tiles = (16, 16, 16, 2), (32, 16, 16, 2)
+    monkeypatch.setattr(recover_kv, "_TILES", {2: tiles, 4: tiles})
+    monkeypatch.setattr(recover_kv, "_FEW", 16)
     monkeypatch.setattr(recover_kv, "_PROGRAMS", 2)
 
 

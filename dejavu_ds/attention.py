@@ -13,7 +13,7 @@ from dejavu_ds.kernels.add_norm import Norm
 from dejavu_ds.kernels.dense import Weight, linear, times
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.mlp import frozen
-from dejavu_ds.selection import Selection, Selector
+from dejavu_ds.selection import Selection, Selector, selects
 
 # For so many pairs of sequence and head; a larger batch makes its own at every step.
 _TICKETS = 4096
@@ -151,7 +151,7 @@ class SparseAttention(nn.Module):
 
     def _selection(self, x: torch.Tensor, layer: LayerCache, cache: DejaVuCache) -> Selection:
         """The step's heads; for a selector that goes by true outputs every head is computed first, on a copy."""
-        if self.selector is None or "heads" in cache.dense_units:
+        if not selects(self.selector, cache):
             return self._every_head
         if self.selector.of_outputs:
             self.selector.begin(self._every_output(x, layer, cache), cache)

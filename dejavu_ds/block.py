@@ -15,7 +15,7 @@ from dejavu_ds.kernels.add_norm import Norm
 from dejavu_ds.kernels.dense import Weight
 from dejavu_ds.kernels.ops import Ops
 from dejavu_ds.mlp import SparseMLP, frozen
-from dejavu_ds.selection import Listeners, Selector
+from dejavu_ds.selection import Listeners, Selector, selects
 
 
 class SparseBlock(nn.Module):
@@ -87,8 +87,7 @@ class SparseBlock(nn.Module):
 
     def is_dense(self, cache: DejaVuCache) -> bool:
         """Whether nothing is selected in this layer for a step in that cache."""
-        selectors = self.attention.selector, self.mlp.selector
-        return all(selector is None or selector.unit in cache.dense_units for selector in selectors)
+        return not (selects(self.attention.selector, cache) or selects(self.mlp.selector, cache))
 
     def cache_shape(self) -> LayerShape:
         """What this layer needs of a cache."""

@@ -10,7 +10,7 @@ from dejavu_ds.collectives import TensorParallel
 from dejavu_ds.kernels.add_norm import Norm
 from dejavu_ds.kernels.dense import Weight, linear, times
 from dejavu_ds.kernels.ops import Ops
-from dejavu_ds.selection import Selection, Selector
+from dejavu_ds.selection import Selection, Selector, selects
 
 
 class SparseMLP(nn.Module):
@@ -70,8 +70,7 @@ class SparseMLP(nn.Module):
         Returns:
             [B, D], the normalised input of what comes next.
         """
-        dense = self.selector is None or "mlp" in cache.dense_units
-        idx, count, mask = self._every_neuron if dense else self.selector.join()
+        idx, count, mask = self.selector.join() if selects(self.selector, cache) else self._every_neuron
         if self.masked:
             y = self._product(x, mask)
         else:

@@ -83,6 +83,11 @@ class Selector:
         raise NotImplementedError
 
 
+def selects(selector: Selector | None, cache: DejaVuCache) -> bool:
+    """Whether a unit's selector, if it has one, is asked in a step in that cache; else the unit runs dense."""
+    return selector is not None and selector.unit not in cache.dense_units
+
+
 class PredictorSelector(Selector):
     """Selects by a threshold on a predictor's logits.
 
@@ -168,9 +173,9 @@ class Listeners:
     def begin(self, x: torch.Tensor, cache: DejaVuCache) -> None:
         """Start every selector on the tap `x` [B, D]."""
         for selector in self._others:
-            if selector.unit not in cache.dense_units:
+            if selects(selector, cache):
                 selector.begin(x, cache)
-        if all(selector.unit in cache.dense_units for selector in self._predicted):
+        if not any(selects(selector, cache) for selector in self._predicted):
             return
         if self._stream is None:
             self._predict(x, cache)
@@ -182,16 +187,16 @@ class Listeners:
 
     def _predict(self, x: torch.Tensor, cache: DejaVuCache) -> None:
         for selector, (idx, count, _) in zip(self._packed, self._all_of_packed, strict=True):
-            if selector.unit not in cache.dense_units:
+            if selects(selector, cache):
                 net = selector.predictor
                 product = packed_ops_for(x.device).gather_up_proj
                 selector.choose(product(x, net.w1, net.b1, idx, count, relu=True), cache)
-        if all(selector.unit in cache.dense_units for selector in self._joined):
+        if not any(selects(selector, cache) for selector in self._joined):
             return
         idx, count, _ = self._all
         z = self._ops.gather_up_proj(x, self._w1, self._b1, idx, count, relu=True)
         for selector, part in zip(self._joined, z.split(self._ranks, dim=1), strict=True):
-            if selector.unit not in cache.dense_units:
+            if selects(selector, cache):
                 selector.choose(part, cache)
 
 

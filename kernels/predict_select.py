@@ -35,6 +35,8 @@ import triton.language as tl
 
 from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
+_ROW_BYTES = 16
+
 
 def whole_rank(rank: int, itemsize: int) -> int:
     """The next rank whose rows of w2, of elements of `itemsize` bytes, all begin on 16 bytes.
@@ -78,8 +80,6 @@ def predict_select_ref(
     if kept_total is not None:
         kept_total += idx.numel()
 
-
-_ROW_BYTES = 16
 
 # 64 rows of 256 columns are 32 KB of 16-bit weights in flight, 8 loads of 16 bytes a thread. Guesses, as are the
 # constants below; they want measuring.

@@ -56,7 +56,7 @@ def recover_kv_ref(
 
 # An item is one position of one sequence. Heads with up to _FEW of them are seen to in tiles of few items, others in
 # tiles of many: by bytes an element (items, rows, columns for each of _SPLIT groups, stages of the pipeline). More
-# stages are no slower alone, but their shared memory is taken from the L1 cache of what runs beside. Exact products of
+# stages are no faster alone, and their shared memory is taken from the L1 cache of what runs beside. Exact products of
 # fp32 take no tensor cores, so their tiles must fit into registers.
 _FEW = 64
 _TILES = {2: ((16, 16, 64, 4), (64, 16, 32, 3)), 4: ((16, 16, 32, 4), (16, 16, 32, 4))}

@@ -63,19 +63,24 @@ def add_norm_ref(
 
 
 @triton.jit
+def load_vector(ptr, offs_d, mask_d, EXISTS: tl.constexpr):
+    """A parameter [BLOCK], zero beyond D, of which a launch may load before it waits; 0.0 where there is none."""
+    if EXISTS:
+        return tl.load(ptr + offs_d, mask=mask_d, other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
 def store_norm(
-    h, offs_d, mask_d, row, weight_ptr, bias_ptr, x_ptr, ring_ptr, position_ptr, eps, R,
+    h, offs_d, mask_d, row, weight, bias, x_ptr, ring_ptr, position_ptr, eps, R,
     D: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RING: tl.constexpr,
 ):  # fmt: skip
     """Normalise h [BLOCK] fp32, the whole of row `row` (int64) and zero beyond D, and store it."""
-    # All loads before the sums, behind which they would have to wait.
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0)
+    # Loads before the sums, behind which they would have to wait.
     if HAS_RING:
         slot = row * R + tl.load(position_ptr) % R
     centred = tl.where(mask_d, h - tl.sum(h, axis=0) / D, 0.0)
@@ -105,24 +110,27 @@ def _add_norm_kernel(
     LETS_IN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
-    if LETS_IN:
-        let_in(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
+    weight = load_vector(weight_ptr, offs_d, mask_d, HAS_WEIGHT)
+    bias = load_vector(bias_ptr, offs_d, mask_d, HAS_BIAS)
+    y_bias = load_vector(y_bias_ptr, offs_d, mask_d, HAS_Y_BIAS)
+    await_inputs(EARLY)
+    if LETS_IN:
+        let_in(EARLY)
     h = tl.load(hidden_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
         place = part * B.to(tl.int64) + row
         h += tl.load(y_ptr + place * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     if HAS_Y_BIAS:
-        h += tl.load(y_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        h += y_bias.to(tl.float32)
     if PARTS > 0 or HAS_Y_BIAS:
         rounded = h.to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + row * D + offs_d, rounded, mask=mask_d)
         h = rounded.to(tl.float32)
     store_norm(
-        h, offs_d, mask_d, row, weight_ptr, bias_ptr, x_ptr, ring_ptr, position_ptr, eps, R,
+        h, offs_d, mask_d, row, weight, bias, x_ptr, ring_ptr, position_ptr, eps, R,
         D, HAS_WEIGHT, HAS_BIAS, HAS_RING,
     )  # fmt: skip
     if MOVES:

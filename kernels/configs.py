@@ -23,7 +23,8 @@ class Config(NamedTuple):
 
     block_b, block_n, block_d  tokens, rows and columns in a tile
     dot       tensor cores, for which block_b and block_n are at least 16
-    stages    of the pipeline that loads tiles for them
+    stages    of the pipeline that loads tiles for them; without them, of 4-bit rows: rows of whole-row kernels, up to
+              block_n, or blocks of block_n that are on their way while others are multiplied
     warps     of a program
     programs  gather_up_proj and gather_qkv, whose programs take whole rows: at most so many along the rows.
               gather_down_proj, whose programs take strips of block_d columns: as many shares of the rows as this allows
@@ -137,6 +138,12 @@ def rows_at_once(config: Config, dtype: torch.dtype) -> int:
 def packed_rows_at_once(config: Config) -> int:
     """The same of packed rows, of which a thread loads `wide` times 8 bytes, 16 elements."""
     return max(1, 32 * config.warps * 16 * config.wide // config.block_d)
+
+
+def most_registers(config: Config) -> int:
+    """Registers a thread may have where all programs are to be at work at once on an H200's 132 multiprocessors."""
+    threads = 32 * config.warps * triton.cdiv(config.programs, 132)
+    return min(255, 65536 // threads // 8 * 8)
 
 
 def tiles_ahead(config: Config, D: int, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.add_norm import Norm, add_norm_ref, check_add_norm, store_norm
+from dejavu_ds.kernels.add_norm import Norm, add_norm_ref, check_add_norm, load_vector, store_norm
 from dejavu_ds.kernels.tiles import await_inputs, launch_options
 
 
@@ -43,17 +43,19 @@ def _embed_norm_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
+    weight = load_vector(weight_ptr, offs_d, mask_d, HAS_WEIGHT)
+    bias = load_vector(bias_ptr, offs_d, mask_d, HAS_BIAS)
+    await_inputs(EARLY)
     token, place = tl.load(tokens_ptr + row), tl.load(positions_ptr + row) + offset
     h = tl.load(token_table_ptr + token * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     h += tl.load(position_table_ptr + place * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     rounded = h.to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + row * D + offs_d, rounded, mask=mask_d)
     store_norm(
-        rounded.to(tl.float32), offs_d, mask_d, row, weight_ptr, bias_ptr, x_ptr, ring_ptr, position_ptr, eps, R,
+        rounded.to(tl.float32), offs_d, mask_d, row, weight, bias, x_ptr, ring_ptr, position_ptr, eps, R,
         D, HAS_WEIGHT, HAS_BIAS, HAS_RING,
     )  # fmt: skip
 

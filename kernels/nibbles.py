@@ -139,6 +139,7 @@ _FILL_ASM = tl.constexpr(
     "{ .reg .b32 a; mov.u32 a, nibble_pairs; add.u32 a, a, $1; st.shared.v4.b32 [a], {$2, $2, $2, $2}; mov.b32 $0, 0; }"
 )
 _LANE_ASM = tl.constexpr("{ .reg .b32 l, t; mov.u32 l, %laneid; mov.u32 t, nibble_pairs; mad.lo.u32 $0, l, 4, t; }")
+_FENCE_ASM = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
 _REGISTERS = "{ .reg .b32 w0, w1, a;"
 
 
@@ -219,6 +220,19 @@ def word_table(table_ptr, like, ASM: tl.constexpr):
     else:
         # Not pure: so it stays behind the barrier, and with it all lookups, which depend on it.
         return tl.inline_asm_elementwise(_LANE_ASM, "=r,r", [like], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def pass_no_loads(table, ASM: tl.constexpr):
+    """The table from `word_table`; what reads it stays behind loads that were asked for before.
+
+    Else loads would be put off to where their registers are free, after the products. A warp's barrier, which no access
+    to memory passes, is all that it takes.
+    """
+    if ASM == "":
+        return table
+    else:
+        return tl.inline_asm_elementwise(_FENCE_ASM, "=r,r", [table], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

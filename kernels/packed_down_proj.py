@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import Config, config_for, packed_rows_at_once
+from dejavu_ds.kernels.configs import Config, config_for, most_registers, packed_rows_at_once
 from dejavu_ds.kernels.dense import packed_times_ref
 from dejavu_ds.kernels.gather_down_proj import check_down, in_parts, shares_of
 from dejavu_ds.kernels.nibbles import (
@@ -31,6 +31,7 @@ from dejavu_ds.kernels.nibbles import (
     fill_table,
     lookup_of,
     offset_of,
+    pass_no_loads,
     scales,
     split_pairs,
     word_table,
@@ -156,7 +157,7 @@ def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr)
 @triton.jit
 def _walk(
     acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, listed, units, h,
-    next_units, next_h, first, step, rows, thread, word, first_b, B, stride_h_b,
+    first, step, rows, thread, word, first_b, B, stride_h_b,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -165,6 +166,7 @@ def _walk(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
+    AWAY: tl.constexpr,
     WIDE: tl.constexpr,
     LISTED: tl.constexpr,
     HALF: tl.constexpr,
@@ -172,34 +174,45 @@ def _walk(
 ):  # fmt: skip
     """acc and the rows at places first .. rows - 1, every `step` a block.
 
-    `ask` has been of the first block, and of the next one but where it takes them from the list, which is quick.
+    While one is multiplied the words of AWAY blocks are on their way. units, h: what `ask` says of the first AWAY + 1
+    blocks; of none where it asks the list, which is quick.
     """
+    OF_BLOCK: tl.constexpr = STEPS * BLOCK_B
     place = first + thread // (thread.shape[0] // ROWS)
-    q, absmax = _weights(
-        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, h, place, rows, word,
-        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, LISTED,
-    )  # fmt: skip
-    for _ in range(first, rows, step):
+    q, absmax, factors = (), (), ()
+    for _ in tl.static_range(AWAY):
+        if LISTED:
+            units, h = ask(h_ptr, idx_ptr, listed, place, rows, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True)
+        more_q, more_absmax = _weights(
+            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units[:STEPS], h[:OF_BLOCK], place, rows,
+            word, D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, LISTED,
+        )  # fmt: skip
+        q, absmax, factors = q + more_q, absmax + more_absmax, factors + h[:OF_BLOCK]
+        units, h = units[STEPS:], h[OF_BLOCK:]
         place += step
+    for _ in range(first, rows, step):
         if LISTED:
             next_units, next_h = ask(
-                h_ptr, idx_ptr, listed, place, rows, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, LISTED
+                h_ptr, idx_ptr, listed, place, rows, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True
             )
+        else:
+            next_units, next_h = units, h
         next_q, next_absmax = _weights(
             w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, next_h, place, rows, word,
             D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, LISTED,
         )  # fmt: skip
+        place += step
         if not LISTED:
-            after_units, after_h = ask(
-                h_ptr, idx_ptr, None, place + step, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
+            units, h = ask(
+                h_ptr, idx_ptr, None, place, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
             )
+        table = pass_no_loads(table, ASM)
         if HALF:
-            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
+            acc = _add_half(acc, q, absmax, factors, table, STEPS, WIDE)
         else:
-            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
-        q, absmax, h = next_q, next_absmax, next_h
-        if not LISTED:
-            next_units, next_h = after_units, after_h
+            acc = _add(acc, q, absmax, factors, table, BLOCK_B, STEPS, WIDE, ASM)
+        q, absmax = q[STEPS * WIDE :] + next_q, absmax[STEPS:] + next_absmax
+        factors = factors[OF_BLOCK:] + next_h
     return acc
 
 
@@ -214,6 +227,7 @@ def _sum_of_rows(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
+    AWAY: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
     EACH: tl.constexpr,
@@ -237,7 +251,6 @@ def _sum_of_rows(
         units, h = ask_places(h_ptr, idx_ptr, start, stride_h_b, GROUP, EACH)
         rows = tl.load(count_ptr) * GROUP
         offset = offset_of(absmax_offset_ptr)
-        place = thread // LANES
         for here in range(first, rows, step):
             n = list_wanted(units, h, start, rows, thread, EACH)
             # Not pure: so it stays behind the barrier, and with it the reads of the list, which are, lest Triton keeps
@@ -246,29 +259,31 @@ def _sum_of_rows(
             start += step
             if here + step < rows:
                 units, h = ask_places(h_ptr, idx_ptr, start, rows, GROUP, EACH)
-            now, now_h = ask(h_ptr, idx_ptr, listed, place, n, first_b, B, stride_h_b, 1, 1, ROWS, STEPS, True)
             acc = _walk(
                 acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, listed,
-                now, now_h, now, now_h, 0, BLOCK_N, n, thread, word, first_b, B, stride_h_b,
-                D, BLOCKSIZE, 1, False, 1, BLOCK_D, ROWS, STEPS, WIDE, True, HALF, ASM,
+                (), (), 0, BLOCK_N, n, thread, word, first_b, B, stride_h_b,
+                D, BLOCKSIZE, 1, False, 1, BLOCK_D, ROWS, STEPS, AWAY, WIDE, True, HALF, ASM,
             )  # fmt: skip
     else:
         first, step = share * BLOCK_N, shares * BLOCK_N
         place = first + thread // LANES
-        units, h = ask(
-            h_ptr, idx_ptr, None, place, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
-        )
-        then, then_h = ask(
-            h_ptr, idx_ptr, None, place + step, stride_h_b, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
-        )
+        units, h = (), ()
+        for away in tl.static_range(AWAY + 1):
+            more, more_h = ask(
+                h_ptr, idx_ptr, None, place + away * step, stride_h_b, first_b, B, stride_h_b,
+                GROUP, BLOCK_B, ROWS, STEPS, False,
+            )  # fmt: skip
+            units, h = units + more, h + more_h
         rows = tl.load(count_ptr) * GROUP
         offset = offset_of(absmax_offset_ptr)
-        h = cut(h, place, rows, BLOCK_B, ROWS, STEPS)
-        then_h = cut(then_h, place + step, rows, BLOCK_B, ROWS, STEPS)
+        known = ()
+        for away in tl.static_range(AWAY + 1):
+            of_block = h[away * STEPS * BLOCK_B : (away + 1) * STEPS * BLOCK_B]
+            known = known + cut(of_block, place + away * step, rows, BLOCK_B, ROWS, STEPS)
         acc = _walk(
             acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, None,
-            units, h, then, then_h, first, step, rows, thread, word, first_b, B, stride_h_b,
-            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, WIDE, False, HALF, ASM,
+            units, known, first, step, rows, thread, word, first_b, B, stride_h_b,
+            D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_D, ROWS, STEPS, AWAY, WIDE, False, HALF, ASM,
         )  # fmt: skip
     return acc
 
@@ -325,6 +340,7 @@ def _packed_down_proj_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
+    AWAY: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
     EACH: tl.constexpr,
@@ -345,7 +361,7 @@ def _packed_down_proj_kernel(
     acc = _sum_of_rows(
         h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table, idx_ptr, count_ptr,
         thread, (strip * LANES + thread % LANES) * WIDE, first_b, B, stride_h_b,
-        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, BLOCK_D, WIDE, EACH, HALF, ASM,
+        D, BLOCKSIZE, GROUP, SKIP_ZEROS, BLOCK_B, BLOCK_N, ROWS, AWAY, BLOCK_D, WIDE, EACH, HALF, ASM,
     )  # fmt: skip
     for b in tl.static_range(BLOCK_B):
         parts = ()
@@ -426,6 +442,8 @@ def packed_down_proj(
             _packed_down_proj_kernel,
             {
                 **walk_options(c, rows, lanes, skip_zeros),
+                "AWAY": c.stages,
+                "maxnreg": most_registers(c),
                 "WIDE": c.wide,
                 "HALF": c.half and c.block_b == 1 and lookup.asm != "" and h.dtype == torch.float16,
             },

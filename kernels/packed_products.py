@@ -160,12 +160,12 @@ def load_rows(
     offs = tl.arange(0, BLOCK)
     for r in tl.static_range(BLOCK_W):
         # In 64 bits, and added last: one multiply-add to a pointer, and a constant from tile to tile.
-        row = rows[r].to(tl.int64)
+        row = tl.where(ends[r] > 0, rows[r], 0).to(tl.int64)
         for d in tl.static_range(0, WORDS, BLOCK):
-            # The end of a row, or its beginning if nothing is wanted, so that whole tiles share one mask.
-            mask = (offs if WORDS % BLOCK == 0 else offs + d) < ends[r]
-            # Weights pass through the L1 cache.
-            q = q + (tl.load(w_ptr + offs + (row * WORDS + d), mask=mask, eviction_policy="evict_first"),)
+            mask = None
+            if WORDS % BLOCK != 0:
+                mask = offs + d < WORDS
+            q = q + (load_masked(w_ptr + offs + (row * WORDS + d), mask),)
             column = (offs + d % (BLOCKSIZE // 16)) // (BLOCKSIZE // 16)
             first = row * (D // BLOCKSIZE) + d // (BLOCKSIZE // 16)
             absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask),)
@@ -173,30 +173,32 @@ def load_rows(
 
 
 @triton.jit
-def sum_rows(
+def sum_row(
     q, absmax, x, table,
+    r: tl.constexpr,
     dtype: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_X, BLOCK_W] fp32: tokens x from `load_tokens` times rows q, absmax from `load_rows`, by multiply-adds.
+    """Each token of x from `load_tokens` times row r of q, absmax from `load_rows`: what a thread has of it, [n] fp32.
 
-    Words are summed at once, with HALF in half precision; across threads the sum is made once for all rows.
+    By multiply-adds. Words are summed at once, with HALF in half precision.
     """
     TILES: tl.constexpr = len(x)
-    sums = ()
-    for r in tl.static_range(BLOCK_W):
-        acc = ()
-        for d in tl.static_range(TILES):
-            part = _sum_word(q[r * TILES + d], x[d], table, dtype, HALF, ASM)
-            new = ()
-            for b in tl.static_range(BLOCK_X):
-                term = part[b] * absmax[r * TILES + d]
-                new = new + (acc[b] + term if d > 0 else term,)
-            acc = new
-        sums = sums + acc
+    acc = ()
+    for d in tl.static_range(TILES):
+        part = _sum_word(q[r * TILES + d], x[d], table, dtype, HALF, ASM)
+        new = ()
+        for b in tl.static_range(len(part)):
+            term = part[b] * absmax[r * TILES + d]
+            new = new + (acc[b] + term if d > 0 else term,)
+        acc = new
+    return acc
+
+
+@triton.jit
+def sum_threads(sums, BLOCK_X: tl.constexpr, BLOCK_W: tl.constexpr):
+    """[BLOCK_X, BLOCK_W] fp32 of what `sum_row` gave for BLOCK_W rows: the sum across threads, once for all rows."""
     y = tl.sum(join_all(sums, BLOCK_W * BLOCK_X), axis=0)
     return tl.trans(tl.reshape(y, (BLOCK_W, BLOCK_X)))
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from dejavu_ds.kernels.configs import config_for, token_block
-from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, word_table
-from dejavu_ds.kernels.packed_products import load_rows, load_tokens, packed_rows_dot, sum_rows
+from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, pass_no_loads, word_table
+from dejavu_ds.kernels.packed_products import load_rows, load_tokens, packed_rows_dot, sum_row, sum_threads
 from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.kernels.recover_kv import check_recover, due_heads
 from dejavu_ds.kernels.tiles import await_inputs, launch_options
@@ -49,8 +49,12 @@ def packed_recover_kv_ref(
 # An item is one position of one sequence. By multiply-adds pairs of them, where a head has no more than so many; a
 # program then takes so many of its rows.
 _PAIR, _MOST_PAIRED, _ROWS = 2, 64, 16
+# Rows of these that are loaded while another is multiplied, and rows whose sums across threads are made together.
+_AWAY, _TOGETHER = 3, 4
 # Two a multiprocessor of an H200.
 _PAIR_PROGRAMS = 264
+# Three programs of four warps share a multiprocessor's.
+_REGISTERS = 168
 # By tensor cores so many in a tile where there are no more, else in a larger one.
 _FEW, _MANY = 16, 64
 _BLOCK_R = 32
@@ -104,12 +108,14 @@ def _recover_pair(
     HEAD_DIM: tl.constexpr,
     PAIR: tl.constexpr,
     ROWS: tl.constexpr,
+    AWAY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of ROWS of a head's rows for two of its items. The next rows are on their way meanwhile."""
+    """Keys and values of ROWS of a head's rows for two of its items. AWAY of them are on their way meanwhile."""
+    TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     place = tl.program_id(0) * ROWS
     end = tl.minimum(place + ROWS, 2 * HEAD_DIM)
     tokens = ()
@@ -119,20 +125,22 @@ def _recover_pair(
     x = load_tokens(inputs_ptr, tokens, D, BLOCK_D, ASM)
     q, absmax = _load_places(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, head, place, end,
-        D, BLOCKSIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        D, BLOCKSIZE, HEAD_DIM, AWAY, BLOCK_D,
     )  # fmt: skip
     offs_i = item + tl.arange(0, PAIR)
     for place in range(tl.program_id(0) * ROWS, end, BLOCK_N):
-        next_q, next_absmax = _load_places(
-            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, head, place + BLOCK_N, end,
-            D, BLOCKSIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-        # Loads do not pass a barrier, as in packed_up_proj.
-        tl.debug_barrier()
-        y = sum_rows(q, absmax, x, table, inputs_ptr.dtype.element_ty, PAIR, BLOCK_N, HALF, ASM)
+        sums = ()
+        for r in tl.static_range(BLOCK_N):
+            next_q, next_absmax = _load_places(
+                w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, head, place + r + AWAY, end,
+                D, BLOCKSIZE, HEAD_DIM, 1, BLOCK_D,
+            )  # fmt: skip
+            table = pass_no_loads(table, ASM)
+            sums = sums + sum_row(q, absmax, x, table, 0, inputs_ptr.dtype.element_ty, HALF, ASM)
+            q, absmax = q[TILES:] + next_q, absmax[TILES:] + next_absmax
+        y = sum_threads(sums, PAIR, BLOCK_N)
         offs_r = place + tl.arange(0, BLOCK_N)
         _store_items(y, b_ptr, k_ptr, v_ptr, head, first, offs_i, items, offs_r, B, H, T, HEAD_DIM)
-        q, absmax = next_q, next_absmax
 
 
 # D is a size of the model; another batch, ring or cache must not compile again.
@@ -147,6 +155,7 @@ def _packed_recover_pairs_kernel(
     BLOCK_HEADS: tl.constexpr,
     PAIR: tl.constexpr,
     ROWS: tl.constexpr,
+    AWAY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
@@ -173,7 +182,7 @@ def _packed_recover_pairs_kernel(
         _recover_pair(
             inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, b_ptr, k_ptr, v_ptr,
             head, first, item, (t + 1 - first) * B, B, H, R, T,
-            D, BLOCKSIZE, HEAD_DIM, PAIR, ROWS, BLOCK_N, BLOCK_D, HALF, ASM,
+            D, BLOCKSIZE, HEAD_DIM, PAIR, ROWS, AWAY, BLOCK_N, BLOCK_D, HALF, ASM,
         )  # fmt: skip
 
 
@@ -282,10 +291,12 @@ def packed_recover_kv(
             **sizes,
             PAIR=_PAIR,
             ROWS=_ROWS,
-            BLOCK_N=c.block_n,
+            AWAY=_AWAY,
+            BLOCK_N=_TOGETHER,
             BLOCK_D=c.block_d,
             HALF=c.half and lookup.asm != "" and inputs.dtype == torch.float16,
             ASM=lookup.asm,
+            maxnreg=_REGISTERS,
             num_warps=c.warps,
             **launch_options(),
         )

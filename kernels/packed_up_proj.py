@@ -15,10 +15,18 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import Config, config_for
+from dejavu_ds.kernels.configs import Config, config_for, most_registers
 from dejavu_ds.kernels.gather_up_proj import check_gather
-from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, word_table
-from dejavu_ds.kernels.packed_products import load_rows, load_tokens, packed_rows_dot, stack, sum_rows, tokens_from
+from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, pass_no_loads, word_table
+from dejavu_ds.kernels.packed_products import (
+    load_rows,
+    load_tokens,
+    packed_rows_dot,
+    stack,
+    sum_row,
+    sum_threads,
+    tokens_from,
+)
 from dejavu_ds.kernels.packed_weight import PackedWeight, rows_of
 from dejavu_ds.kernels.tiles import await_inputs, launch_options
 
@@ -167,6 +175,7 @@ def _packed_up_proj_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    AWAY: tl.constexpr,
     HALF: tl.constexpr,
     AHEAD: tl.constexpr,
     ASM: tl.constexpr,
@@ -177,6 +186,7 @@ def _packed_up_proj_kernel(
     Programs walk over the rows. While those of a block are multiplied the words of the next one are on their way, and
     what says where those after lie. AHEAD: a program loads its first rows before it waits for what was launched before.
     """
+    TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     fill_table(table_ptr, ASM)
     if not AHEAD:
         await_inputs(EARLY)
@@ -196,33 +206,43 @@ def _packed_up_proj_kernel(
     ends = _ends(units, first, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
     q, absmax = _load_block(
         w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, ends,
-        D, BLOCKSIZE, GROUP, BLOCK_N, BLOCK_D,
+        D, BLOCKSIZE, GROUP, AWAY, BLOCK_D,
     )  # fmt: skip
     next_ends = _ends(next_units, first + step, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
     if AHEAD:
         await_inputs(EARLY)
         x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
     for first in range(tl.program_id(0) * BLOCK_N, rows, step):
-        next_q, next_absmax = _load_block(
-            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, next_units, first + step, next_ends,
-            D, BLOCKSIZE, GROUP, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
         after = first + 2 * step
         after_units = units_of(idx_ptr, after, cap, GROUP, BLOCK_N, False)
         offs_n = first + tl.arange(0, BLOCK_N)
         mask_n = offs_n < rows
         unit = tl.where(mask_n, stack(units, BLOCK_N), 0)
         bias = _bias(b_ptr, unit, offs_n, mask_n, GROUP)
-        # Loads do not pass a barrier. Else they would be put off to where their registers are free, after the products.
-        tl.debug_barrier()
+        sums = ()
+        for r in tl.static_range(BLOCK_N):
+            # The row that is AWAY rows after it, of this block or the next.
+            if r + AWAY < BLOCK_N:
+                next_q, next_absmax = _load_block(
+                    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, (units[r + AWAY],),
+                    first + r + AWAY, (ends[r + AWAY],), D, BLOCKSIZE, GROUP, 1, BLOCK_D,
+                )  # fmt: skip
+            else:
+                next_q, next_absmax = _load_block(
+                    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, (next_units[r + AWAY - BLOCK_N],),
+                    first + step + (r + AWAY - BLOCK_N), (next_ends[r + AWAY - BLOCK_N],),
+                    D, BLOCKSIZE, GROUP, 1, BLOCK_D,
+                )  # fmt: skip
+            table = pass_no_loads(table, ASM)
+            sums = sums + sum_row(q, absmax, x, table, 0, x_ptr.dtype.element_ty, HALF, ASM)
+            q, absmax = q[TILES:] + next_q, absmax[TILES:] + next_absmax
+        y = sum_threads(sums, BLOCK_B, BLOCK_N)
         ours = stack(ends, BLOCK_N) > 0
-        if watermark_ptr is None or tl.max(ours.to(tl.int32), axis=0) > 0:
-            y = sum_rows(q, absmax, x, table, x_ptr.dtype.element_ty, BLOCK_B, BLOCK_N, HALF, ASM)
-            _store(
-                y, bias, y_ptr, k_ptr, v_ptr, position_ptr, stride_y_b, H, T, token, token < B, offs_n, mask_n, unit,
-                ours, GROUP, HEAD_DIM, RELU,
-            )  # fmt: skip
-        q, absmax, units, ends, next_units = next_q, next_absmax, next_units, next_ends, after_units
+        _store(
+            y, bias, y_ptr, k_ptr, v_ptr, position_ptr, stride_y_b, H, T, token, token < B, offs_n, mask_n, unit,
+            ours, GROUP, HEAD_DIM, RELU,
+        )  # fmt: skip
+        units, ends, next_units = next_units, next_ends, after_units
         next_ends = _ends(next_units, after, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
 
 
@@ -337,8 +357,10 @@ def packed_up_rows(
             _packed_up_proj_kernel,
             {
                 "BLOCK_D": c.block_d,
+                "AWAY": c.stages,
                 "HALF": c.half and lookup.asm != "" and x.dtype == torch.float16,
                 "AHEAD": ahead,
+                "maxnreg": most_registers(c),
             },
         )
     kernel[grid](

@@ -18,7 +18,7 @@ import triton
 from dejavu_ds.bench.layer import STD, Layer
 from dejavu_ds.bench.timing import time_rotated
 from dejavu_ds.kernels.add_norm import Norm, add_norm
-from dejavu_ds.kernels.configs import PACKED, SUMMED_PARTS, WHOLE_ROWS, Config, summed, token_block
+from dejavu_ds.kernels.configs import PACKED, SUMMED_PARTS, WHOLE_ROWS, Config, most_registers, summed, token_block
 from dejavu_ds.kernels.gather_down_proj import gather_down_proj, strips_of
 from dejavu_ds.kernels.gather_qkv import gather_qkv
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
@@ -71,22 +71,26 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
         for n, stages, programs in itertools.product((32, 64, 128), (2, 3, 4), (264, 528)):
             yield Config(block_b, n, 64, True, stages, 4, programs)
     elif kernel in WHOLE_ROWS:
-        for n, warps, programs in itertools.product((1, 2, 4), (2, 4, 8, 16), (132, 264, 396, 528)):
+        rows = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 3))
+        numbers = (264, 396, 528) if block_b == 1 else (132, 198, 264, 528)
+        for (n, away), warps, programs in itertools.product(rows, (2, 4, 8), numbers):
             d = 32 * warps * WORD
             tiles = -(-D // d)
-            # Registers for words of x, and for those of the rows that are multiplied and of the next, with scales. A
-            # last tile that is not full costs its time all the same.
-            if tiles * d <= 1.34 * D and tiles * (8 * block_b + 6 * n) <= 128 and n * block_b <= 4:
-                yield Config(block_b, n, d, False, 1, warps, programs, True)
+            config = Config(block_b, n, d, False, away, warps, programs, True)
+            # Registers for words of x, and for those of the row that is multiplied and of others, with scales. A last
+            # tile that is not full costs its time all the same.
+            needed = tiles * (8 * block_b + 3 * (away + 1)) + 24
+            if tiles * d <= 1.34 * D and needed <= most_registers(config) and n * block_b <= 4 and away <= n:
+                yield config
     else:
         wide = 2 if block_b == 1 else 1
         tiles = ((64, 4, 4), (64, 8, 2), (128, 4, 2), (128, 4, 4), (128, 8, 2), (128, 8, 4), (256, 4, 4), (256, 8, 2))
         # Every token has its own sums.
         for d, warps, steps in sorted({(d, warps, max(1, steps // block_b)) for d, warps, steps in tiles}):
             n = steps * 32 * warps * WORD * wide // d
-            for half in (False, True) if block_b == 1 else (False,):
+            for away in (1, 3):
                 for programs in sorted({264, 396, SUMMED_PARTS * D // d}) if D % d == 0 else ():
-                    yield Config(block_b, n, d, False, 1, warps, programs, half, wide)
+                    yield Config(block_b, n, d, False, away, warps, programs, block_b == 1, wide)
 
 
 def calls(

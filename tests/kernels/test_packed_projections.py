@@ -28,6 +28,7 @@ from dejavu_ds.kernels.dense import as_tensor, linear, times
 from dejavu_ds.kernels.ops import ops_for
 from dejavu_ds.kernels.packed_down_proj import packed_down_proj
 from dejavu_ds.kernels.packed_ops import PACKED_TORCH, PACKED_TRITON, packed_ops_for
+from dejavu_ds.kernels.packed_qkv import packed_qkv
 from dejavu_ds.kernels.packed_up_proj import packed_up_proj
 from dejavu_ds.quantize import QuantizeConfig, bitsandbytes_functional, pack
 
@@ -239,6 +240,11 @@ def test_what_stands_beyond_the_count(group, cap, counts, B, programs, device):
         check_beyond(op, case, lambda y: y)
 
 
+def on_their_way(config: Config, stages: int) -> Config:
+    """Rows, or blocks of them, that are loaded while others are multiplied; tensor cores have a pipeline."""
+    return config if config.dot else config._replace(stages=stages)
+
+
 RANDOM_CASES = 2_000 if torch.cuda.is_available() else 60
 
 
@@ -277,20 +283,23 @@ def run_case(seed: int, device: str) -> None:
         return check_recover(op, case, *recover_rounded_of("triton", dtype, B))
     if kind == "up":
         case = make_up(B, D, units, count, group, bias, bias, dtype, device, cap=cap)
-        given = rng.choice((None, tiny(B, rng.choice((1, 2)), 64, 3)))
+        rows = rng.choice((1, 2, 4))
+        given = rng.choice((None, on_their_way(tiny(B, rows, 64, 3), rng.randint(1, rows))))
         op = over_packed(partial(packed_up_proj, config=given, ahead=rng.random() < 0.5), case, config, exactly=True)
         return check_up(op, case, *rounded_of("triton", dtype, B, UP_HALF))
     if kind == "qkv":
         case = make_qkv(B, D, units, rng.choice((2, 5)), min(count, 4), dtype, device, bias=bias, cap=cap)
         if config.nested:
             case["w"].nan_to_num_(0.5)
-        op = over_packed(PACKED_TRITON.gather_qkv, case, config, exactly=True)
+        given = rng.choice((None, on_their_way(tiny(B, 4, 64, 2), rng.randint(1, 4))))
+        op = over_packed(partial(packed_qkv, config=given), case, config, exactly=True)
         return check_qkv(op, case, *rounded_of("triton", dtype, B, UP_HALF))
     skip = not config.nested and rng.random() < 0.5
     case = make_down(B, D, 4 * units, count, group, skip, dtype, device, cap=4 * units if config.nested else cap)
     if config.nested:
         case["w"].nan_to_num_(0.5)
-    given = rng.choice((None, tiny(B, rng.choice((8, 16)), 64, 9)._replace(wide=rng.choice((1, 2)))))
+    given = on_their_way(tiny(B, rng.choice((8, 16)), 64, 9)._replace(wide=rng.choice((1, 2))), rng.randint(1, 3))
+    given = rng.choice((None, given))
     op = over_packed(partial(packed_down_proj, config=given), case, config, exactly=True)
     return check_down(op, case, *rounded_of("triton", dtype, B))
 

@@ -67,7 +67,7 @@ def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
     # Sparse, then dense: the second has the least product, though it is the fastest of neither.
     times = iter([[3.0] * 3, [2.0] * 3, [1.0] * 3, [3.0] * 3, [4.0] * 3, [9.0] * 3])
     monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
-    (entry,) = tune._fastest("gather_up_proj", layer_of(1, device), 3)
+    (entry,) = tune._fastest("gather_up_proj", [layer_of(1, device)], 3)
     assert (entry["D"], entry["us"], entry["us_every"]) == (64, 2000.0, 4000.0)
     assert entry["config"] == wanted[1]._asdict()
     path = tmp_path / "tuned.json"
@@ -88,13 +88,27 @@ def test_what_is_found_is_taken(tmp_path, monkeypatch, device):
     assert configs.config_for("out_proj", 7, 64, torch.float16) == Config(16, 16, 64, True)
 
 
+def test_layers_of_one_width_share_a_configuration(monkeypatch, device):
+    """Shards of a layer and the whole layer find the same entry, so it is the one that serves them all best."""
+    small, large = layer_of(1, device), layer_of(2, device)
+    assert tune._alike([small, large, small]) == [[small, small], [large]]
+    wanted = [Config(1, 4, 64), Config(1, 2, 32)]
+    monkeypatch.setattr(tune, "candidates", lambda kernel, B, D: wanted)
+    # The first is better for the whole layer, the second by more for its shard.
+    times = iter([[1.0], [2.0], [1.0], [2.0], [9.0], [3.0], [9.0], [3.0]])
+    monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
+    (entry,) = tune._fastest("gather_up_proj", [small, small], 1)
+    assert entry["config"] == wanted[1]._asdict() and (entry["us"], entry["us_every"]) == (2000.0, 2000.0)
+    assert entry["tried"][0][-4:] == [2000.0, 2000.0, 3000.0, 3000.0]
+
+
 def test_a_result_that_gpus_sum_has_a_configuration_of_its_own(tmp_path, monkeypatch, device):
     """It comes in a fixed number of parts: the fastest that gives as many is kept beside the fastest."""
     fastest, fitting = Config(1, 16, 32, programs=6), Config(1, 16, 32, programs=2 * SUMMED_PARTS)
     monkeypatch.setattr(tune, "candidates", lambda kernel, B, D: [fastest, fitting])
     times = iter([[1.0], [2.0], [1.0], [2.0]])
     monkeypatch.setattr(tune, "time_rotated", lambda calls, repeats, device: next(times))
-    tune.write_tuned(tune._fastest("gather_down_proj", layer_of(1, device), 1), "a card", tmp_path / "tuned.json")
+    tune.write_tuned(tune._fastest("gather_down_proj", [layer_of(1, device)], 1), "a card", tmp_path / "tuned.json")
     monkeypatch.setattr(configs, "TUNED", read_tuned(tmp_path / "tuned.json"))
     assert configs.config_for("gather_down_proj", 1, 64, torch.float16) == fastest
     assert configs.config_for("gather_down_proj", 1, 64, torch.float16, over_gpus=True) == fitting

@@ -6,6 +6,7 @@ varies has no influence on results beyond the order of sums.
 
 import itertools
 import json
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -160,37 +161,48 @@ def tune(
         process.start()
     for process in processes:
         process.join()
-    for layer in layers:
+    for alike in _alike(layers):
         for kernel in kernels:
-            for entry in _fastest(kernel, layer, repeats):
+            for entry in _fastest(kernel, alike, repeats):
                 say(json.dumps(entry | {"tried": len(entry["tried"])}))
                 yield entry
 
 
-def _fastest(kernel: str, layer: Layer, repeats: int) -> list[dict[str, Any]]:
-    """One configuration serves the sparse and the dense step: the one whose times have the least product.
+def _alike(layers: list[Layer]) -> list[list[Layer]]:
+    """Layers that one configuration has to serve: of one batch and width, which differ in their numbers of units."""
+    groups: dict[tuple[int, int], list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault((layer.batch, layer.shape.hidden), []).append(layer)
+    return list(groups.values())
+
+
+def _fastest(kernel: str, layers: list[Layer], repeats: int) -> list[dict[str, Any]]:
+    """One configuration serves the sparse and the dense step of all layers: the one whose times have the least product.
 
     Of a down-projection that of all, and that of those that give the result in the parts that GPUs sum.
     """
-    both = [_times(kernel, layer, every, repeats) for every in (False, True)]
-    tried = sorted((config for config in both[0] if config in both[1]), key=lambda c: both[0][c] * both[1][c])
-    found = [_entry(kernel, layer, tried, both)]
+    times = [_times(kernel, layer, every, repeats) for layer in layers for every in (False, True)]
+    fitting = (config for config in times[0] if all(config in other for other in times))
+    tried = sorted(fitting, key=lambda c: math.prod(each[c] for each in times))
+    found = [_entry(kernel, layers[0], tried, times)]
     if kernel not in WHOLE_ROWS:
-        fitting = [c for c in tried if c.programs // strips_of(c, layer.batch, layer.shape.hidden) == SUMMED_PARTS]
-        if fitting:
-            found.append(_entry(summed(kernel), layer, fitting, both))
+        B, D = layers[0].batch, layers[0].shape.hidden
+        in_parts = [c for c in tried if c.programs // strips_of(c, B, D) == SUMMED_PARTS]
+        if in_parts:
+            found.append(_entry(summed(kernel), layers[0], in_parts, times))
     return found
 
 
-def _entry(name: str, layer: Layer, tried: list[Config], both: list[dict[Config, float]]) -> dict[str, Any]:
+def _entry(name: str, layer: Layer, tried: list[Config], times: list[dict[Config, float]]) -> dict[str, Any]:
+    """The best of `tried`, with its times for the first layer, and all times."""
     best = tried[0]
     return {
         "kernel": name,
         "D": layer.shape.hidden,
         "config": best._asdict(),
-        "us": round(both[0][best], 2),
-        "us_every": round(both[1][best], 2),
-        "tried": [[*config, *(round(times[config], 2) for times in both)] for config in tried],
+        "us": round(times[0][best], 2),
+        "us_every": round(times[1][best], 2),
+        "tried": [[*config, *(round(each[config], 2) for each in times)] for config in tried],
     }
 
 

@@ -79,15 +79,7 @@ def _recover_tile(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of some of a head's rows for some of its items."""
-    TILES: tl.constexpr = (2 * HEAD_DIM + BLOCK_R - 1) // BLOCK_R
-    offs_r = part % TILES * BLOCK_R + tl.arange(0, BLOCK_R)  # the key rows of the head, then its value rows
-    offs_i = part // TILES * BLOCK_I + tl.arange(0, BLOCK_I)
-    # Rows and items that overrun the tile repeat the last one: nothing is masked but the stores.
-    row = (head * 3 + 1) * HEAD_DIM + tl.minimum(offs_r, 2 * HEAD_DIM - 1)
-    item = tl.minimum(offs_i, items - 1)  # all B sequences of a position are neighbours
-    batch = (item % B).to(tl.int64)
-    pos = first + item // B
-    x_row = batch * R + pos % R
+    offs_r, row, offs_i, x_row = place_tile(part, head, first, items, B, R, HEAD_DIM, BLOCK_I, BLOCK_R)
     y = tl.zeros((SPLIT, BLOCK_R, BLOCK_I), dtype=tl.float32)
     for d in tl.range(0, D, SPLIT * BLOCK_D, num_stages=STAGES):
         offs_d = d + tl.arange(0, SPLIT)[:, None, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
@@ -100,14 +92,9 @@ def _recover_tile(
             w = tl.load(w_ptrs, mask=offs_d < D, other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptrs, mask=offs_d < D, other=0.0)
         y = dot(w, tl.permute(x, (0, 2, 1)), y)
-    y = tl.sum(y, axis=0)
-    if b_ptr is not None:
-        y += tl.load(b_ptr + row).to(tl.float32)[:, None]
-    y = y.to(k_ptr.dtype.element_ty)
-    out = ((batch * H + head) * T + pos)[None, :] * HEAD_DIM + (offs_r % HEAD_DIM)[:, None]
-    mask_i = (offs_i < items)[None, :]
-    tl.store(k_ptr + out, y, mask=mask_i & (offs_r < HEAD_DIM)[:, None])
-    tl.store(v_ptr + out, y, mask=mask_i & ((offs_r >= HEAD_DIM) & (offs_r < 2 * HEAD_DIM))[:, None])
+    store_tile(
+        tl.sum(y, axis=0), b_ptr, k_ptr, v_ptr, head, first, items, offs_r, row, offs_i, B, H, T, HEAD_DIM
+    )  # fmt: skip
 
 
 @triton.jit
@@ -126,12 +113,8 @@ def _recover_tiles(
     """Keys and values of the heads concerned, tile by tile, all tiles spread over the programs."""
     TILES: tl.constexpr = (2 * HEAD_DIM + BLOCK_R - 1) // BLOCK_R
     parts = tl.where(concerned, tl.cdiv((t + 1 - watermark) * B, BLOCK_I) * TILES, 0)
-    end, heads = tl.cumsum(parts, axis=0), tl.arange(0, BLOCK_HEADS)
     for i in range(tl.program_id(0), tl.sum(parts, axis=0), tl.num_programs(0)):
-        ours = (i >= end - parts) & (i < end)
-        head = tl.sum(tl.where(ours, heads, 0), axis=0).to(tl.int64)
-        first = tl.sum(tl.where(ours, watermark, 0), axis=0)
-        part = i - tl.sum(tl.where(ours, end - parts, 0), axis=0)
+        head, first, part = head_of(i, parts, watermark, BLOCK_HEADS)
         _recover_tile(
             inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, (t + 1 - first) * B, part, B, H, R, T,
             D, HEAD_DIM, BLOCK_I, BLOCK_R, BLOCK_D, SPLIT, STAGES,
@@ -139,18 +122,63 @@ def _recover_tiles(
 
 
 @triton.jit
-def due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, least, most, BLOCK_HEADS: tl.constexpr):
-    """Of each head its place among those to be recovered, -1 for the others, and its watermark; how many there are.
+def head_of(i, parts, watermark, BLOCK_HEADS: tl.constexpr):
+    """Part i of all heads' parts, of which each head has as many as `parts` says: its head, in int64, that head's
+    watermark, and its place among the head's parts."""
+    end = tl.cumsum(parts, axis=0)
+    ours = (i >= end - parts) & (i < end)
+    head = tl.sum(tl.where(ours, tl.arange(0, BLOCK_HEADS), 0), axis=0).to(tl.int64)
+    first = tl.sum(tl.where(ours, watermark, 0), axis=0)
+    return head, first, i - tl.sum(tl.where(ours, end - parts, 0), axis=0)
 
-    Of those only that miss `least` positions at least, and fewer than `most`.
+
+@triton.jit
+def place_tile(
+    part, head, first, items, B, R,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Of part `part` of a head: its rows, first those of the keys, then those of the values, their places in w, its
+    items, and the inputs of these.
+
+    Rows and items that overrun the tile repeat the last one: nothing is masked but the stores.
     """
+    TILES: tl.constexpr = (2 * HEAD_DIM + BLOCK_R - 1) // BLOCK_R
+    offs_r = part % TILES * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_i = part // TILES * BLOCK_I + tl.arange(0, BLOCK_I)
+    row = (head * 3 + 1) * HEAD_DIM + tl.minimum(offs_r, 2 * HEAD_DIM - 1)
+    item = tl.minimum(offs_i, items - 1)
+    x_row = (item % B).to(tl.int64) * R + (first + item // B) % R
+    return offs_r, row, offs_i, x_row
+
+
+@triton.jit
+def store_tile(
+    y, b_ptr, k_ptr, v_ptr, head, first, items, offs_r, row, offs_i, B, H, T,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """y [rows, items] of a tile from `place_tile`, with the bias added."""
+    if b_ptr is not None:
+        y += tl.load(b_ptr + row).to(tl.float32)[:, None]
+    y = y.to(k_ptr.dtype.element_ty)
+    batch = (offs_i % B).to(tl.int64)  # all B sequences of a position are neighbours
+    out = ((batch * H + head) * T + first + offs_i // B)[None, :] * HEAD_DIM + (offs_r % HEAD_DIM)[:, None]
+    mask_i = (offs_i < items)[None, :]
+    tl.store(k_ptr + out, y, mask=mask_i & (offs_r < HEAD_DIM)[:, None])
+    tl.store(v_ptr + out, y, mask=mask_i & ((offs_r >= HEAD_DIM) & (offs_r < 2 * HEAD_DIM))[:, None])
+
+
+@triton.jit
+def due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS: tl.constexpr):
+    """Of each head its place among those to be recovered, -1 for the others, and its watermark; how many there are."""
     heads = tl.arange(0, BLOCK_HEADS)
     mask_h = heads < H
     selected = tl.load(selected_ptr + heads, mask=mask_h, other=0) != 0
     watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
     missing = tl.load(position_ptr) - watermark
     due = mask_h & ((selected & (missing > 0)) | (missing >= window))
-    due = (due & (missing >= least) & (missing < most)).to(tl.int32)
+    due = due.to(tl.int32)
     return tl.where(due != 0, tl.cumsum(due, axis=0) - 1, -1), watermark, tl.sum(due, axis=0)
 
 
@@ -175,7 +203,7 @@ def _recover_kv_kernel(
 ):  # fmt: skip
     """few  heads that miss fewer positions are seen to in tiles of few items"""
     await_inputs(EARLY)
-    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, 0, T, BLOCK_HEADS)
+    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
     if heads_due == 0:
         return
     t = tl.load(position_ptr)

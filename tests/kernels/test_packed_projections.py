@@ -172,10 +172,9 @@ def test_qkv(implementation, B, D, H, head_dim, count, bias, config, ahead, dtyp
     check_qkv(op, case, *rounded_of(implementation, dtype, B, UP_HALF))
 
 
-def recover_rounded_of(implementation: str, dtype: torch.dtype, B: int) -> tuple[bool, float]:
-    """Heads that miss much go through tensor cores, those of few sequences that miss little do not."""
-    dot = rounded_of(implementation, dtype, 16)
-    return max(dot, rounded_of(implementation, dtype, B, UP_HALF))
+def recover_rounded_of(implementation: str, dtype: torch.dtype) -> tuple[bool, float]:
+    """By tensor cores, for however few items."""
+    return rounded_of(implementation, dtype, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -185,7 +184,7 @@ def recover_rounded_of(implementation: str, dtype: torch.dtype, B: int) -> tuple
         (1, 8, 64, 3, 20, 30, 13, [10, 13, 12], [True, True, False], True, NF4),
         (2, 8, 128, 3, 5, 30, 20, [12, 12, 13], [False, True, False], True, FP4),  # two overdue, one selected
         (3, 4, 64, 1, 32, 9, 4, [0], [False], False, NF4),
-        # From one to nine inputs: of four pairs the last is full or not, and beyond 8 inputs are tensor cores.
+        # From one to nine inputs: one tile of few items, full or not, and tiles of many.
         (1, 9, 192, 9, 8, 30, 13, list(range(5, 14)), [True] * 9, True, NF4),
         (2, 9, 64, 6, 9, 30, 13, list(range(8, 14)), [True, False] * 3, False, NF4),
         (4, 9, 128, 4, 16, 30, 13, [13, 12, 11, 3], [True] * 3 + [False], True, FP4),
@@ -195,11 +194,25 @@ def recover_rounded_of(implementation: str, dtype: torch.dtype, B: int) -> tuple
 def test_recover(
     implementation, B, W, D, H, head_dim, T, t, watermark, selected, bias, config, dtype, device, monkeypatch
 ):
-    monkeypatch.setattr(packed_recover_kv, "_MOST_PAIRED", 8)
+    monkeypatch.setattr(packed_recover_kv, "_FEW", 8)
     torch.manual_seed(0)
     case = make_recover(B, W, D, H, head_dim, T, t, watermark, selected, bias, dtype, device, spare=1)
     op = over_packed(PACKED[implementation].recover_kv, case, config, implementation == "triton")
-    check_recover(op, case, *recover_rounded_of(implementation, dtype, B))
+    check_recover(op, case, *recover_rounded_of(implementation, dtype))
+
+
+@pytest.mark.parametrize("few, programs", [(1, 1), (6, 5), (1000, 264)])
+def test_recovery_of_few_items_and_many(few, programs, device, monkeypatch):
+    """Heads of both kinds of tiles in one launch, and all of one kind, of several tiles each; fewer programs than
+    tiles, and more. Blocks that the groups of columns divide, and that they do not."""
+    monkeypatch.setattr(packed_recover_kv, "_FEW", few)
+    monkeypatch.setattr(packed_recover_kv, "_PROGRAMS", programs)
+    torch.manual_seed(0)
+    watermark, selected = [29, 28, 27, 26, 10, 30, 28], [True] * 6 + [False]
+    for D in (256, 320):
+        case = make_recover(2, 20, D, 7, 12, 40, 30, watermark, selected, True, torch.float16, device)
+        op = over_packed(PACKED_TRITON.recover_kv, case, NF4, exactly=True)
+        check_recover(op, case, *recover_rounded_of("triton", torch.float16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -253,8 +266,7 @@ def test_random_cases(first, device, monkeypatch):
     """A failure names its seed: `run_case(seed, device)` is the case."""
     monkeypatch.setattr(gather_down_proj, "_LEAST_ROWS", 16)
     monkeypatch.setattr(packed_recover_kv, "_PROGRAMS", 2)
-    monkeypatch.setattr(packed_recover_kv, "_PAIR_PROGRAMS", 3)
-    monkeypatch.setattr(packed_recover_kv, "_MOST_PAIRED", 8)
+    monkeypatch.setattr(packed_recover_kv, "_FEW", 16)
     for seed in range(first, first + 20):
         try:
             run_case(seed, device)
@@ -280,7 +292,7 @@ def run_case(seed: int, device: str) -> None:
         if config.nested:
             case["w"].nan_to_num_(0.5)
         op = over_packed(PACKED_TRITON.recover_kv, case, config, exactly=True)
-        return check_recover(op, case, *recover_rounded_of("triton", dtype, B))
+        return check_recover(op, case, *recover_rounded_of("triton", dtype))
     if kind == "up":
         case = make_up(B, D, units, count, group, bias, bias, dtype, device, cap=cap)
         rows = rng.choice((1, 2, 4))

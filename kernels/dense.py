@@ -10,6 +10,7 @@ rows, so a result is what the decoded weight would give, rounded where torch rou
 import torch
 import torch.nn.functional as F
 
+from dejavu_ds.kernels import few_tokens
 from dejavu_ds.kernels.packed_rows import packed_tile
 from dejavu_ds.kernels.packed_weight import PackedWeight, decode
 
@@ -20,13 +21,13 @@ def linear(x: torch.Tensor, w: Weight, b: torch.Tensor | None = None) -> torch.T
     """x [..., D] times each row of w, whose leading dimensions are taken as one, plus b: [..., rows]."""
     if isinstance(w, PackedWeight):
         return _packed_linear(x, w, b)
-    return F.linear(x, w.flatten(0, -2), b)
+    return few_tokens.linear(x, w.flatten(0, -2), b)
 
 
 def times(h: torch.Tensor, w: Weight) -> torch.Tensor:
     """h [..., rows] times w [rows, D]: [..., D]."""
     if not isinstance(w, PackedWeight):
-        return h @ w
+        return few_tokens.times(h, w)
     return _packed_times(h, w) if h.is_cuda else packed_times_ref(h, w, slice(None))
 
 

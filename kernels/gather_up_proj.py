@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 
 from dejavu_ds.kernels.configs import Config, config_for, tiles_ahead
+from dejavu_ds.kernels.few_tokens import can_gather, gathered_linear, linear
+from dejavu_ds.kernels.packed_weight import rows_of
 from dejavu_ds.kernels.tiles import await_inputs, first_tiles, launch_options, rows_times_rows
 
 # Rows that the twin copies together on their way to a product: few enough to stay in a core's cache.
@@ -45,14 +47,19 @@ def gather_up_proj_ref(
 ) -> torch.Tensor:
     """Plain torch twin of `gather_up_proj`: same arguments, same result, rounded where torch rounds.
 
-    It is the way on a CPU, so it moves little more memory than it must: larger units are used where they lie, smaller
-    ones are copied in blocks.
+    It is the way on a CPU, so it moves little more memory than it must: of one token rows are used where they lie; of
+    more, larger units are, and smaller ones are copied in blocks.
     """
     K = int(count)
     idx, y = idx[:K], torch.empty(x.shape[0], idx.numel() * group, device=x.device, dtype=x.dtype)
     kept = y[:, : K * group]
     if is_every_unit(idx, group, w.shape[0]):
-        kept.copy_(torch.nn.functional.linear(x, w, b))
+        kept.copy_(linear(x, w, b))
+    elif can_gather(x, w):
+        rows = idx if group == 1 else rows_of(idx, group)
+        kept.copy_(gathered_linear(x, w, rows))
+        if b is not None:
+            kept += b.index_select(0, rows)
     else:
         units, biases = w.unflatten(0, (-1, group)), None if b is None else b.unflatten(0, (-1, group))
         step = max(1, _COPIED_ROWS // group)
@@ -66,7 +73,7 @@ def gather_up_proj_ref(
                 torch.index_select(units, 0, part, out=rows.view(-1, group, w.shape[1]))
             bias = None if b is None else biases.index_select(0, part).flatten()
             columns = kept[:, start * group : (start + part.numel()) * group]
-            columns.copy_(torch.nn.functional.linear(x, rows, bias))
+            columns.copy_(linear(x, rows, bias))
     if relu:
         kept.relu_()
     return y

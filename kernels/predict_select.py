@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dejavu_ds.kernels.few_tokens import linear
 from dejavu_ds.kernels.tiles import await_inputs, dot, is_last, launch_options
 
 _ROW_BYTES = 16
@@ -51,8 +52,8 @@ def predict_logits_ref(
 ) -> torch.Tensor:
     """The logits [..., N] in fp32 that `predict_select` compares, up to the order of the sum; z [..., r]."""
     if scale is None:
-        return torch.nn.functional.linear(z.float(), w2.float(), None if b2 is None else b2.float())
-    logits = torch.nn.functional.linear(z.float(), w2.float()) * scale
+        return linear(z.float(), w2.float(), None if b2 is None else b2.float())
+    logits = linear(z.float(), w2.float()) * scale
     return logits if b2 is None else logits + b2.float()
 
 

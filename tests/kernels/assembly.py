@@ -132,6 +132,8 @@ class Threads:
                     active &= ~where
                     continue
             name, _, rest = statement.partition(" ")
+            if name == "bar.warp.sync":  # all threads take a statement at the same time
+                continue
             self.step(name, *re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest), where=where)
 
     def step(self, name: str, target: str, *sources: str, where: np.ndarray) -> None:

@@ -141,9 +141,12 @@ def packed_rows_at_once(config: Config) -> int:
 
 
 def most_registers(config: Config) -> int:
-    """Registers a thread may have where all programs are to be at work at once on an H200's 132 multiprocessors."""
+    """Registers a thread may have where all programs are to be at work at once on an H200's 132 multiprocessors.
+
+    But no fewer than 128: what does not fit into them would go to memory, which costs more than to wait for a place.
+    """
     threads = 32 * config.warps * triton.cdiv(config.programs, 132)
-    return min(255, 65536 // threads // 8 * 8)
+    return max(128, min(255, 65536 // threads // 8 * 8))
 
 
 def tiles_ahead(config: Config, D: int, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
 """Products of a few tokens with fp32 weights on a CPU: what a decode step's twins compute there.
 
-torch gives the product of one or two tokens with a matrix to one thread, which reads memory about half as fast as two
-do. Here a weight is cut into blocks of rows, one or more a thread: a batch of matrices, which torch spreads over its
+torch gives the product of one or two tokens with a matrix to one thread, which does not keep memory busy.
+Here a weight is cut into blocks of rows, one or more a thread: a batch of matrices, which torch spreads over its
 threads. Rows that are gathered are not copied: a product at given places of the result, which torch knows for sparse
 matrices, reads each where it lies. Sums are torch's, in fp32. Everything else is left to torch as it is.
 """
@@ -50,7 +50,7 @@ def can_gather(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 def gathered_linear(x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """x [1, D] times rows `rows` [n], int32, of w [N, D], in their order: [1, n]."""
-    _say_that_sparse_is_beta()
+    _without_a_warning_of_beta()
     n, threads = rows.numel(), torch.get_num_threads()
     if n == 0:
         return x.new_empty(1, 0)
@@ -66,8 +66,8 @@ def _is_few(x: torch.Tensor) -> bool:
 
 
 @cache
-def _say_that_sparse_is_beta() -> None:
-    """torch does, once in a process, when it makes its first CSR tensor; here to nobody."""
+def _without_a_warning_of_beta() -> None:
+    """Make a first CSR tensor: torch warns, once in a process, that they are in beta, which is nothing for users."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         none = torch.zeros(1, dtype=torch.int32)

@@ -30,6 +30,7 @@ import triton.language as tl
 from dejavu_ds.kernels.configs import Config, config_for, rows_at_once
 from dejavu_ds.kernels.few_tokens import times
 from dejavu_ds.kernels.gather_up_proj import check_gather, is_every_unit
+from dejavu_ds.kernels.packed_weight import rows_of
 from dejavu_ds.kernels.tiles import await_inputs, dot, launch_options
 from dejavu_ds.kernels.wanted_rows import (
     ask,
@@ -68,8 +69,7 @@ def gather_down_proj_ref(
     elif is_every_unit(idx, group, w.shape[0]):
         y = times(h, w)
     else:
-        rows = (idx[:, None] * group + torch.arange(group, device=idx.device, dtype=idx.dtype)).flatten()
-        y = _rows_times(h, w, rows)
+        y = _rows_times(h, w, rows_of(idx, group))
     return in_parts(y, out)
 
 

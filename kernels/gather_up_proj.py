@@ -56,7 +56,7 @@ def gather_up_proj_ref(
     if is_every_unit(idx, group, w.shape[0]):
         kept.copy_(linear(x, w, b))
     elif can_gather(x, w):
-        rows = idx if group == 1 else rows_of(idx, group)
+        rows = rows_of(idx, group)
         kept.copy_(gathered_linear(x, w, rows))
         if b is not None:
             kept += b.index_select(0, rows)

@@ -143,16 +143,16 @@ def load_tokens(x_ptr, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr, ASM: tl.c
 
 @triton.jit
 def load_rows(
-    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, ends,
+    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, wanted,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Words and scales of BLOCK_W packed rows, numbers in a tuple, of each as many words as `ends` says.
+    """Words and scales of BLOCK_W packed rows, numbers in a tuple; of row 0 for one of which `wanted` says 0.
 
-    Two tuples by rows and tiles. Scales beyond the end are zero, words there anything. All tensors have one dimension,
-    a word a thread, so that all that belongs together lies in one layout.
+    Two tuples by rows and tiles. Scales beyond the end of a row are zero, words there anything. All tensors have one
+    dimension, a word a thread, so that all that belongs together lies in one layout.
     """
     WORDS: tl.constexpr = D // _WORD
     BLOCK: tl.constexpr = BLOCK_D // _WORD
@@ -160,7 +160,7 @@ def load_rows(
     offs = tl.arange(0, BLOCK)
     for r in tl.static_range(BLOCK_W):
         # In 64 bits, and added last: one multiply-add to a pointer, and a constant from tile to tile.
-        row = tl.where(ends[r] > 0, rows[r], 0).to(tl.int64)
+        row = tl.where(wanted[r] != 0, rows[r], 0).to(tl.int64)
         for d in tl.static_range(0, WORDS, BLOCK):
             mask = None
             if WORDS % BLOCK != 0:
@@ -175,22 +175,22 @@ def load_rows(
 @triton.jit
 def sum_row(
     q, absmax, x, table,
-    r: tl.constexpr,
     dtype: tl.constexpr,
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Each token of x from `load_tokens` times row r of q, absmax from `load_rows`: what a thread has of it, [n] fp32.
+    """Each token of x from `load_tokens` times the first row of q, absmax from `load_rows`: what a thread has of it,
+    [n] fp32.
 
     By multiply-adds. Words are summed at once, with HALF in half precision.
     """
     TILES: tl.constexpr = len(x)
     acc = ()
     for d in tl.static_range(TILES):
-        part = _sum_word(q[r * TILES + d], x[d], table, dtype, HALF, ASM)
+        part = _sum_word(q[d], x[d], table, dtype, HALF, ASM)
         new = ()
         for b in tl.static_range(len(part)):
-            term = part[b] * absmax[r * TILES + d]
+            term = part[b] * absmax[d]
             new = new + (acc[b] + term if d > 0 else term,)
         acc = new
     return acc

@@ -55,6 +55,19 @@ _PROGRAMS = 264
 
 
 @triton.jit
+def _load_pairs(x_ptr, offs, mask):
+    """The elements 2 * offs and 2 * offs + 1 of x; of 16 bits both are one load, which no layout takes apart."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if dtype.primitive_bitwidth == 16:
+        pair = load_masked(x_ptr.to(tl.pointer_type(tl.int32)) + offs, mask)
+        even = pair.to(tl.int16).to(dtype, bitcast=True)
+        odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        even, odd = load_masked(x_ptr + 2 * offs, mask), load_masked(x_ptr + 2 * offs + 1, mask)
+    return even, odd
+
+
+@triton.jit
 def _recover_tile(
     inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, b_ptr, k_ptr, v_ptr,
     head, first, items, part, B, H, R, T,
@@ -83,7 +96,7 @@ def _recover_tile(
         # [SPLIT, BLOCK_R or BLOCK_I, BYTES]
         offs_p = block[:, None, None] * BYTES + tl.arange(0, BYTES)[None, None, :]
         p = load_masked(w_ptr + row[None, :, None] * (D // 2) + offs_p, None if mask_w is None else mask_w[:, :, None])
-        even, odd = load_pairs(inputs_ptr, x_row[None, :, None] * (D // 2) + offs_p, mask_x)
+        even, odd = _load_pairs(inputs_ptr, x_row[None, :, None] * (D // 2) + offs_p, mask_x)
         absmax = scales(
             absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, block[:, None], row[None, :] * BLOCKS, mask_w
         )
@@ -94,19 +107,6 @@ def _recover_tile(
     store_tile(
         tl.sum(y, axis=0), b_ptr, k_ptr, v_ptr, head, first, items, offs_r, row, offs_i, B, H, T, HEAD_DIM
     )  # fmt: skip
-
-
-@triton.jit
-def load_pairs(x_ptr, offs, mask):
-    """The elements 2 * offs and 2 * offs + 1 of x."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    if dtype.primitive_bitwidth == 16:
-        pair = load_masked(x_ptr.to(tl.pointer_type(tl.int32)) + offs, mask)
-        even = pair.to(tl.int16).to(dtype, bitcast=True)
-        odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-    else:
-        even, odd = load_masked(x_ptr + 2 * offs, mask), load_masked(x_ptr + 2 * offs + 1, mask)
-    return even, odd
 
 
 @triton.jit
@@ -126,8 +126,9 @@ def _recover_tiles(
     """Keys and values of the heads concerned, tile by tile, all tiles spread over the programs."""
     TILES: tl.constexpr = (2 * HEAD_DIM + BLOCK_R - 1) // BLOCK_R
     parts = tl.where(concerned, tl.cdiv((t + 1 - watermark) * B, BLOCK_I) * TILES, 0)
+    end = tl.cumsum(parts, axis=0)
     for i in range(tl.program_id(0), tl.sum(parts, axis=0), tl.num_programs(0)):
-        head, first, part = head_of(i, parts, watermark, BLOCK_HEADS)
+        head, first, part = head_of(i, parts, end, watermark, BLOCK_HEADS)
         _recover_tile(
             inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, b_ptr, k_ptr, v_ptr,
             head, first, (t + 1 - first) * B, part, B, H, R, T,
@@ -157,7 +158,7 @@ def _packed_recover_kv_kernel(
 ):  # fmt: skip
     """few  heads that miss fewer positions are seen to in tiles of few items"""
     await_inputs(EARLY)
-    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
+    due, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
     if heads_due == 0:
         return
     t = tl.load(position_ptr)
@@ -166,12 +167,12 @@ def _packed_recover_kv_kernel(
     has_few = t - watermark < few
     _recover_tiles(
         inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, b_ptr, k_ptr, v_ptr,
-        (place >= 0) & has_few, watermark, t, B, H, R, T,
+        due & has_few, watermark, t, B, H, R, T,
         D, BLOCKSIZE, HEAD_DIM, BLOCK_HEADS, FEW_I, FEW_R, FEW_STAGES, SPLIT, ASM,
     )  # fmt: skip
     _recover_tiles(
         inputs_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, b_ptr, k_ptr, v_ptr,
-        (place >= 0) & (has_few == 0), watermark, t, B, H, R, T,
+        due & (has_few == 0), watermark, t, B, H, R, T,
         D, BLOCKSIZE, HEAD_DIM, BLOCK_HEADS, MANY_I, MANY_R, MANY_STAGES, SPLIT, ASM,
     )  # fmt: skip
 

@@ -123,15 +123,14 @@ def _store(
 
 
 @triton.jit
-def _ends(
+def _wanted(
     units, first, rows, watermark_ptr, position_ptr,
-    D: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """How many words to load of the rows at places first .. first + BLOCK_N - 1, a tuple of numbers: all or none."""
-    ends = ()
+    """Whether the rows at places first .. first + BLOCK_N - 1 are computed here, a tuple of 0 or 1."""
+    wanted = ()
     for r in tl.static_range(BLOCK_N):
         place = first + r
         ours = place < rows
@@ -139,13 +138,13 @@ def _ends(
             # Beyond the count there is no unit's number.
             of_now = tl.load(watermark_ptr + units[r], mask=ours, other=0) >= tl.load(position_ptr)
             ours = ours & (of_now | (place % GROUP < HEAD_DIM))
-        ends = ends + (tl.where(ours, D // 16, 0),)
-    return ends
+        wanted = wanted + (ours.to(tl.int32),)
+    return wanted
 
 
 @triton.jit
 def _load_block(
-    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, ends,
+    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, wanted,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,7 +156,7 @@ def _load_block(
     for r in tl.static_range(BLOCK_N):
         rows = rows + (units[r] * GROUP + (first + r) % GROUP,)
     return load_rows(
-        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, ends, D, BLOCKSIZE, BLOCK_N, BLOCK_D
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, wanted, D, BLOCKSIZE, BLOCK_N, BLOCK_D
     )
 
 
@@ -183,8 +182,9 @@ def _packed_up_proj_kernel(
 ):  # fmt: skip
     """By multiply-adds.
 
-    Programs walk over the rows. While those of a block are multiplied the words of the next one are on their way, and
-    what says where those after lie. AHEAD: a program loads its first rows before it waits for what was launched before.
+    Programs walk over the rows. While one is multiplied the words of the AWAY rows after it are on their way, and what
+    says where those of the next blocks lie. AHEAD: a program loads its first rows before it waits for what was launched
+    before.
     """
     TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     fill_table(table_ptr, ASM)
@@ -203,12 +203,12 @@ def _packed_up_proj_kernel(
     token = first_b + tl.arange(0, BLOCK_B)
     if not AHEAD:
         x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
-    ends = _ends(units, first, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
+    wanted = _wanted(units, first, rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM, BLOCK_N)
     q, absmax = _load_block(
-        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, ends,
+        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, wanted,
         D, BLOCKSIZE, GROUP, AWAY, BLOCK_D,
     )  # fmt: skip
-    next_ends = _ends(next_units, first + step, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
+    next_wanted = _wanted(next_units, first + step, rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM, BLOCK_N)
     if AHEAD:
         await_inputs(EARLY)
         x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
@@ -225,25 +225,25 @@ def _packed_up_proj_kernel(
             if r + AWAY < BLOCK_N:
                 next_q, next_absmax = _load_block(
                     w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, (units[r + AWAY],),
-                    first + r + AWAY, (ends[r + AWAY],), D, BLOCKSIZE, GROUP, 1, BLOCK_D,
+                    first + r + AWAY, (wanted[r + AWAY],), D, BLOCKSIZE, GROUP, 1, BLOCK_D,
                 )  # fmt: skip
             else:
                 next_q, next_absmax = _load_block(
                     w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, (next_units[r + AWAY - BLOCK_N],),
-                    first + step + (r + AWAY - BLOCK_N), (next_ends[r + AWAY - BLOCK_N],),
+                    first + step + (r + AWAY - BLOCK_N), (next_wanted[r + AWAY - BLOCK_N],),
                     D, BLOCKSIZE, GROUP, 1, BLOCK_D,
                 )  # fmt: skip
             table = pass_no_loads(table, ASM)
-            sums = sums + sum_row(q, absmax, x, table, 0, x_ptr.dtype.element_ty, HALF, ASM)
+            sums = sums + sum_row(q, absmax, x, table, x_ptr.dtype.element_ty, HALF, ASM)
             q, absmax = q[TILES:] + next_q, absmax[TILES:] + next_absmax
         y = sum_threads(sums, BLOCK_B, BLOCK_N)
-        ours = stack(ends, BLOCK_N) > 0
+        ours = stack(wanted, BLOCK_N) > 0
         _store(
             y, bias, y_ptr, k_ptr, v_ptr, position_ptr, stride_y_b, H, T, token, token < B, offs_n, mask_n, unit,
             ours, GROUP, HEAD_DIM, RELU,
         )  # fmt: skip
-        units, ends, next_units = next_units, next_ends, after_units
-        next_ends = _ends(next_units, after, rows, watermark_ptr, position_ptr, D, GROUP, HEAD_DIM, BLOCK_N)
+        units, wanted, next_units = next_units, next_wanted, after_units
+        next_wanted = _wanted(next_units, after, rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["B", "stride_y_b", "H", "T"])

@@ -113,8 +113,9 @@ def _recover_tiles(
     """Keys and values of the heads concerned, tile by tile, all tiles spread over the programs."""
     TILES: tl.constexpr = (2 * HEAD_DIM + BLOCK_R - 1) // BLOCK_R
     parts = tl.where(concerned, tl.cdiv((t + 1 - watermark) * B, BLOCK_I) * TILES, 0)
+    end = tl.cumsum(parts, axis=0)
     for i in range(tl.program_id(0), tl.sum(parts, axis=0), tl.num_programs(0)):
-        head, first, part = head_of(i, parts, watermark, BLOCK_HEADS)
+        head, first, part = head_of(i, parts, end, watermark, BLOCK_HEADS)
         _recover_tile(
             inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, head, first, (t + 1 - first) * B, part, B, H, R, T,
             D, HEAD_DIM, BLOCK_I, BLOCK_R, BLOCK_D, SPLIT, STAGES,
@@ -122,10 +123,9 @@ def _recover_tiles(
 
 
 @triton.jit
-def head_of(i, parts, watermark, BLOCK_HEADS: tl.constexpr):
-    """Part i of all heads' parts, of which each head has as many as `parts` says: its head, in int64, that head's
-    watermark, and its place among the head's parts."""
-    end = tl.cumsum(parts, axis=0)
+def head_of(i, parts, end, watermark, BLOCK_HEADS: tl.constexpr):
+    """Part i of all heads' parts, of which each head has as many as `parts` says and `end` adds up: its head, in int64,
+    that head's watermark, and its place among the head's parts."""
     ours = (i >= end - parts) & (i < end)
     head = tl.sum(tl.where(ours, tl.arange(0, BLOCK_HEADS), 0), axis=0).to(tl.int64)
     first = tl.sum(tl.where(ours, watermark, 0), axis=0)
@@ -171,15 +171,14 @@ def store_tile(
 
 @triton.jit
 def due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS: tl.constexpr):
-    """Of each head its place among those to be recovered, -1 for the others, and its watermark; how many there are."""
+    """Of each head whether it is to be recovered, and its watermark; how many are."""
     heads = tl.arange(0, BLOCK_HEADS)
     mask_h = heads < H
     selected = tl.load(selected_ptr + heads, mask=mask_h, other=0) != 0
     watermark = tl.load(watermark_ptr + heads, mask=mask_h, other=0)
     missing = tl.load(position_ptr) - watermark
     due = mask_h & ((selected & (missing > 0)) | (missing >= window))
-    due = due.to(tl.int32)
-    return tl.where(due != 0, tl.cumsum(due, axis=0) - 1, -1), watermark, tl.sum(due, axis=0)
+    return due, watermark, tl.sum(due.to(tl.int32), axis=0)
 
 
 # D is a size of the model; another batch, ring or cache must not compile again.
@@ -203,17 +202,17 @@ def _recover_kv_kernel(
 ):  # fmt: skip
     """few  heads that miss fewer positions are seen to in tiles of few items"""
     await_inputs(EARLY)
-    place, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
+    due, watermark, heads_due = due_heads(selected_ptr, watermark_ptr, position_ptr, H, window, BLOCK_HEADS)
     if heads_due == 0:
         return
     t = tl.load(position_ptr)
     has_few = t - watermark < few
     _recover_tiles(
-        inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, (place >= 0) & has_few, watermark, t, B, H, R, T,
+        inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, due & has_few, watermark, t, B, H, R, T,
         D, HEAD_DIM, BLOCK_HEADS, FEW_I, FEW_R, FEW_D, SPLIT, FEW_STAGES,
     )  # fmt: skip
     _recover_tiles(
-        inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, (place >= 0) & (has_few == 0), watermark, t, B, H, R, T,
+        inputs_ptr, w_ptr, b_ptr, k_ptr, v_ptr, due & (has_few == 0), watermark, t, B, H, R, T,
         D, HEAD_DIM, BLOCK_HEADS, MANY_I, MANY_R, MANY_D, SPLIT, MANY_STAGES,
     )  # fmt: skip
 

@@ -114,6 +114,16 @@ def test_a_result_that_gpus_sum_has_a_configuration_of_its_own(tmp_path, monkeyp
     assert configs.config_for("gather_down_proj", 1, 64, torch.float16, over_gpus=True) == fitting
 
 
+@pytest.mark.parametrize("kernel", sorted(PACKED))
+@pytest.mark.parametrize("D", [64, 2048, 4096, 7168, 9216, 12288])
+@pytest.mark.parametrize("B", [1, 2, 3, 4])
+@pytest.mark.parametrize("over_gpus", [False, True])
+def test_no_program_is_short_of_registers(kernel, D, B, over_gpus):
+    """Tuned or by the rule: 110 is what four tokens' sums and two blocks of words take of a thread."""
+    config = configs.config_for(kernel, B, D, torch.float16, over_gpus)
+    assert 128 <= configs.most_registers(config) <= 255
+
+
 def test_the_shipped_table_can_be_read():
     down = [kernel for kernel in KERNELS if kernel not in WHOLE_ROWS]
     for (kernel, block_b, D), config in configs.TUNED.items():

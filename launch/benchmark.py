@@ -40,7 +40,7 @@ systems:
   deepspeed          deepspeed.init_inference of it, by AutoTP
   deepspeed-kernels  the same with replace_with_kernel_inject=True
   dense              this project's engine without predictors
-  sparse             with predictors: random ones of trained size whose thresholds give just the density asked for, or
+  sparse             with predictors: random ones (--rank) whose thresholds give just the density asked for, or
                      --predictors of a --model
 
 A system that fails is a row that says so. docs/benchmark.md explains the rows and how they are measured.

@@ -1,4 +1,4 @@
-"""Predictors of trained size with random weights, which keep just as many units as asked for.
+"""Predictors with random weights, which keep just as many units as asked for.
 
 A random net's logits say nothing of what a token needs, but reading it costs what reading a trained one costs. Its
 thresholds are quantiles of what it gives in the very state that is timed: same prompt, same tokens, with the sparse

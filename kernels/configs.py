@@ -140,13 +140,31 @@ def packed_rows_at_once(config: Config) -> int:
     return max(1, 32 * config.warps * 16 * config.wide // config.block_d)
 
 
-def most_registers(config: Config) -> int:
+RECOVERY_WARPS, RECOVERY_REGISTERS = 4, 128
+"""Of a program of `packed_recover_kv`, and a thread of it."""
+_MULTIPROCESSORS, _REGISTERS = 132, 65536  # of an H200, and of each of them
+_RECOVERY = 32 * RECOVERY_WARPS * RECOVERY_REGISTERS
+
+
+def most_registers(config: Config, beside_recovery: bool = False) -> int:
     """Registers a thread may have where all programs are to be at work at once on an H200's 132 multiprocessors.
 
     But no fewer than 128: what does not fit into them would go to memory, which costs more than to wait for a place.
+    beside_recovery: with a program of `packed_recover_kv` on each multiprocessor.
     """
-    threads = 32 * config.warps * triton.cdiv(config.programs, 132)
-    return max(128, min(255, 65536 // threads // 8 * 8))
+    left = _REGISTERS - (_RECOVERY if beside_recovery else 0)
+    threads = 32 * config.warps * triton.cdiv(config.programs, _MULTIPROCESSORS)
+    return max(128, min(255, left // threads // 8 * 8))
+
+
+def most_programs(config: Config, beside_recovery: bool = False) -> int:
+    """Programs of a kernel that walks over rows, no more than can be at work at once with `most_registers`.
+
+    What a late one would do, the others have to wait for.
+    """
+    left = _REGISTERS - (_RECOVERY if beside_recovery else 0)
+    of_program = 32 * config.warps * most_registers(config, beside_recovery)
+    return min(config.programs, _MULTIPROCESSORS * max(1, left // of_program))
 
 
 def tiles_ahead(config: Config, D: int, dtype: torch.dtype) -> int:

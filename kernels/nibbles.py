@@ -156,37 +156,32 @@ def _look_up(word: str, lane: str, outs: Sequence[str]) -> str:
 
 _OUTS, _VALUES = [f"${i}" for i in range(8)], [f"v{i}" for i in range(8)]
 _PAIRS_ASM = tl.constexpr(f"{_REGISTERS} {_look_up('$8', '$9', _OUTS)} }}")
-# Outputs 16 sums; arguments the word, the factor, the lane, 16 sums before. Nothing is done for a factor of 0.
+# Outputs 16 sums; arguments the word, the factor, the lane, 16 sums before. No branch around a factor of 0: lookups of
+# neighbouring words would have to wait for one another.
 _ADD_ASM = tl.constexpr(
-    f"{_REGISTERS} .reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g; .reg .pred p;\n"
-    + "".join(f"mov.f32 ${i}, ${19 + i};\n" for i in range(16))
-    + f"setp.eq.f32 p, $17, 0f00000000; @p bra DONE;\n{_look_up('$16', '$18', _VALUES)}\n"
+    f"{_REGISTERS} .reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g;\n{_look_up('$16', '$18', _VALUES)}\n"
     + "".join(
-        f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, ${2 * i};"
-        f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, ${2 * i + 1};\n"
+        f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, ${19 + 2 * i};"
+        f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, ${20 + 2 * i};\n"
         for i in range(8)
     )
-    + "DONE: }"
+    + "}"
 )
 # The same for 8 pairs of sums in fp16.
 _ADD_HALF_ASM = tl.constexpr(
-    f"{_REGISTERS} .reg .b32 v<8>, u; .reg .b16 e; .reg .pred p;\n"
-    + "".join(f"mov.b32 ${i}, ${11 + i};\n" for i in range(8))
-    + "setp.eq.f32 p, $9, 0f00000000; @p bra DONE;\n"
+    f"{_REGISTERS} .reg .b32 v<8>, u; .reg .b16 e;\n"
     + f"cvt.rn.f16.f32 e, $9; mov.b32 u, {{e, e}};\n{_look_up('$8', '$10', _VALUES)}\n"
-    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${i};\n" for i in range(8))
-    + "DONE: }"
+    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${11 + i};\n" for i in range(8))
+    + "}"
 )
 # The same for two words of one factor: 16 lookups that do not wait for one another. The words, the factor, the lane.
 _VALUES_OF_TWO = [f"v{i}" for i in range(16)]
 _ADD_TWO_HALF_ASM = tl.constexpr(
-    f"{_REGISTERS} .reg .b32 v<16>, u; .reg .b16 e; .reg .pred p;\n"
-    + "".join(f"mov.b32 ${i}, ${20 + i};\n" for i in range(16))
-    + "setp.eq.f32 p, $18, 0f00000000; @p bra DONE;\n"
+    f"{_REGISTERS} .reg .b32 v<16>, u; .reg .b16 e;\n"
     + "cvt.rn.f16.f32 e, $18; mov.b32 u, {e, e};\n"
     + f"{_look_up('$16', '$19', _VALUES_OF_TWO[:8])}\n{_look_up('$17', '$19', _VALUES_OF_TWO[8:])}\n"
-    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${i};\n" for i in range(16))
-    + "DONE: }"
+    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${20 + i};\n" for i in range(16))
+    + "}"
 )
 _SPLIT_ASM = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 

@@ -13,6 +13,8 @@ as many products are added in fp16 as a thread holds rows at a time: h times a w
 what lies below 2 ** -14 loses digits.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -117,7 +119,6 @@ def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, W
         new = ()
         for c in tl.static_range(WIDE):
             if BLOCK_B == 1 and ASM != "":
-                # Threads of one warp branch over what is zero for all of them, such as a row that nobody wants.
                 sums = ()
                 for i in tl.static_range(_WORD):
                     sums = sums + (acc[c * _WORD + i],)
@@ -217,6 +218,115 @@ def _walk(
 
 
 @triton.jit
+def _ask_unit(idx_ptr, block, blocks, cap, OF_UNIT: tl.constexpr):
+    """The unit of a block, int64; 0 from `blocks` on, where the list may hold anything."""
+    unit = tl.load(idx_ptr + tl.minimum(block // OF_UNIT, cap - 1))
+    return tl.where(block < blocks, unit, 0).to(tl.int64)
+
+
+@triton.jit
+def _block_of_unit(
+    h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, unit, block, blocks, row, word, first_b, B,
+    stride_h_b,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Words, scales and h of a block that lies within one unit, zeros from `blocks` on: three tuples by steps.
+
+    row  [threads], of the block's first step
+    """
+    WORDS: tl.constexpr = D // _WORD
+    first = unit * GROUP + block % (GROUP // BLOCK_N) * BLOCK_N
+    exists = tl.where(block < blocks, ROWS, 0)
+    mask = row < exists
+    mask_w = mask
+    if D % BLOCK_D != 0:
+        mask_w = mask & (word < WORDS)
+    q, absmax, h = (), (), ()
+    # All addresses of a thread differ by constants from one that the whole block shares.
+    w_ptr += first * WORDS
+    column = row * (D // BLOCKSIZE) + word // (BLOCKSIZE // _WORD)
+    h_ptr += first_b * stride_h_b + block * BLOCK_N
+    for u in tl.static_range(STEPS):
+        q = q + _words(w_ptr + (row * WORDS + word) + u * ROWS * WORDS, mask_w, WIDE)
+        absmax = absmax + (
+            scales(
+                absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column,
+                (first + u * ROWS) * (D // BLOCKSIZE), mask_w,
+            ),
+        )  # fmt: skip
+        for b in tl.static_range(BLOCK_B):
+            mask_h = mask
+            if b > 0:
+                mask_h = row < tl.where(first_b + b < B, exists, 0)
+            h = h + (tl.load(h_ptr + b * stride_h_b + row + u * ROWS, mask=mask_h, other=0.0),)
+    return q, absmax, h
+
+
+@triton.jit
+def _walk_units(
+    acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table, idx_ptr, count_ptr,
+    thread, word, first_b, B, stride_h_b,
+    D: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    AWAY: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """acc and the rows of this share, of whole units, each of which is several blocks of rows that follow one another.
+
+    While one block is multiplied the words of AWAY blocks are on their way. A row's place costs next to nothing here,
+    where in lists of single rows it costs as much as decoding a quarter of the row's words.
+    """
+    STEPS: tl.constexpr = BLOCK_N // ROWS
+    OF_UNIT: tl.constexpr = GROUP // BLOCK_N
+    OF_BLOCK: tl.constexpr = STEPS * BLOCK_B
+    share, shares = tl.program_id(1), tl.num_programs(1)
+    cap = stride_h_b // GROUP
+    row = thread // (thread.shape[0] // ROWS)
+    blocks = tl.load(count_ptr) * OF_UNIT
+    offset = offset_of(absmax_offset_ptr)
+    q, absmax, h = (), (), ()
+    for away in tl.static_range(AWAY):
+        block = share + away * shares
+        more_q, more_absmax, more_h = _block_of_unit(
+            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset,
+            _ask_unit(idx_ptr, block, blocks, cap, OF_UNIT), block, blocks, row, word, first_b, B, stride_h_b,
+            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, ROWS, STEPS, WIDE,
+        )  # fmt: skip
+        q, absmax, h = q + more_q, absmax + more_absmax, h + more_h
+    unit = _ask_unit(idx_ptr, share + AWAY * shares, blocks, cap, OF_UNIT)
+    for here in range(share, blocks, shares):
+        block = here + AWAY * shares
+        next_q, next_absmax, next_h = _block_of_unit(
+            h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, unit, block, blocks, row, word,
+            first_b, B, stride_h_b, D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, ROWS, STEPS, WIDE,
+        )  # fmt: skip
+        unit = _ask_unit(idx_ptr, block + shares, blocks, cap, OF_UNIT)
+        table = pass_no_loads(table, ASM)
+        if HALF:
+            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
+        else:
+            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
+        q, absmax = q[STEPS * WIDE :] + next_q, absmax[STEPS:] + next_absmax
+        h = h[OF_BLOCK:] + next_h
+    return acc
+
+
+@triton.jit
 def _sum_of_rows(
     h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table, idx_ptr, count_ptr,
     thread, word, first_b, B, stride_h_b,
@@ -245,7 +355,13 @@ def _sum_of_rows(
     acc = ()
     for _ in tl.static_range(BLOCK_B * WIDE * _WORD):
         acc = acc + (tl.zeros_like(thread).to(tl.float32),)
-    if EACH > 0:
+    if GROUP > 1 and GROUP % BLOCK_N == 0 and not SKIP_ZEROS:
+        acc = _walk_units(
+            acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, absmax_offset_ptr, table, idx_ptr,
+            count_ptr, thread, word, first_b, B, stride_h_b,
+            D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, ROWS, AWAY, BLOCK_D, WIDE, HALF, ASM,
+        )  # fmt: skip
+    elif EACH > 0:
         h_ptr += first_b * stride_h_b
         first, start, step = first_places(share, shares, thread, EACH)
         units, h = ask_places(h_ptr, idx_ptr, start, stride_h_b, GROUP, EACH)
@@ -434,10 +550,14 @@ def packed_down_proj(
     lookup = lookup_of(w, h.dtype, c.dot)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out
+    block_n = c.block_n
     if c.dot:
         kernel, own = _packed_down_proj_dot_kernel, {"STAGES": c.stages}
     else:
-        rows, lanes = min(c.block_n, packed_rows_at_once(c)), max(1, c.block_d // (WORD * c.wide))
+        rows, lanes = min(block_n, packed_rows_at_once(c)), max(1, c.block_d // (WORD * c.wide))
+        # Blocks within a unit are walked over faster than longer ones, see `_walk_units`.
+        within = math.gcd(block_n, group)
+        block_n = within if group > 1 and within % rows == 0 else block_n
         kernel, own = (
             _packed_down_proj_kernel,
             {
@@ -455,7 +575,7 @@ def packed_down_proj(
         BLOCKSIZE=w.blocksize,
         GROUP=group,
         BLOCK_B=c.block_b,
-        BLOCK_N=c.block_n,
+        BLOCK_N=block_n,
         BLOCK_D=c.block_d,
         ASM=lookup.asm,
         num_warps=c.warps,

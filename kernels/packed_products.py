@@ -142,33 +142,30 @@ def load_tokens(x_ptr, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr, ASM: tl.c
 
 
 @triton.jit
-def load_rows(
-    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, wanted,
+def load_row(
+    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, row,
     D: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Words and scales of BLOCK_W packed rows, numbers in a tuple; of row 0 for one of which `wanted` says 0.
+    """Words and scales of a packed row, a number in int64: two tuples by tiles.
 
-    Two tuples by rows and tiles. Scales beyond the end of a row are zero, words there anything. All tensors have one
-    dimension, a word a thread, so that all that belongs together lies in one layout.
+    Scales beyond the end of a row are zero, words there anything. All tensors have one dimension, a word a thread, so
+    that all that belongs together lies in one layout.
     """
     WORDS: tl.constexpr = D // _WORD
     BLOCK: tl.constexpr = BLOCK_D // _WORD
     q, absmax = (), ()
     offs = tl.arange(0, BLOCK)
-    for r in tl.static_range(BLOCK_W):
-        # In 64 bits, and added last: one multiply-add to a pointer, and a constant from tile to tile.
-        row = tl.where(wanted[r] != 0, rows[r], 0).to(tl.int64)
-        for d in tl.static_range(0, WORDS, BLOCK):
-            mask = None
-            if WORDS % BLOCK != 0:
-                mask = offs + d < WORDS
-            q = q + (load_masked(w_ptr + offs + (row * WORDS + d), mask),)
-            column = (offs + d % (BLOCKSIZE // 16)) // (BLOCKSIZE // 16)
-            first = row * (D // BLOCKSIZE) + d // (BLOCKSIZE // 16)
-            absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask),)
+    for d in tl.static_range(0, WORDS, BLOCK):
+        mask = None
+        if WORDS % BLOCK != 0:
+            mask = offs + d < WORDS
+        # The row's place is added last: one multiply-add to a pointer, and a constant from tile to tile.
+        q = q + (load_masked(w_ptr + offs + (row * WORDS + d), mask),)
+        column = (offs + d % (BLOCKSIZE // 16)) // (BLOCKSIZE // 16)
+        first = row * (D // BLOCKSIZE) + d // (BLOCKSIZE // 16)
+        absmax = absmax + (scales(absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, column, first, mask),)
     return q, absmax
 
 
@@ -179,7 +176,7 @@ def sum_row(
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Each token of x from `load_tokens` times the first row of q, absmax from `load_rows`: what a thread has of it,
+    """Each token of x from `load_tokens` times the row q, absmax from `load_row`: what a thread has of it,
     [n] fp32.
 
     By multiply-adds. Words are summed at once, with HALF in half precision.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dejavu_ds.kernels.configs import RECOVERY_REGISTERS, RECOVERY_WARPS
 from dejavu_ds.kernels.nibbles import byte_table, decode_bytes, load_masked, lookup_of, offset_of, scales
 from dejavu_ds.kernels.packed_weight import PackedWeight
 from dejavu_ds.kernels.recover_kv import check_recover, due_heads, head_of, place_tile, store_tile
@@ -47,11 +48,11 @@ def packed_recover_kv_ref(
 # tiles of many: (items, rows, stages of the pipeline). Rows in 4 bits are short, so that of few items many steps are on
 # their way at a time; what is kept for them is mostly inputs.
 _FEW = 32
-_TILES = ((8, 16, 8), (32, 16, 3))
+_TILES = ((8, 16, 8), (16, 16, 4))
 # Groups of blocks, one a warp: products of a row follow one another, some of them at a time.
 _SPLIT = 4
-# Two a multiprocessor of an H200.
-_PROGRAMS = 264
+# One a multiprocessor of an H200, which `packed_qkv` leaves room for.
+_PROGRAMS = 132
 
 
 @triton.jit
@@ -210,6 +211,8 @@ def packed_recover_kv(
         **dict(zip(("MANY_I", "MANY_R", "MANY_STAGES"), many, strict=True)),
         SPLIT=_SPLIT,
         ASM=lookup.asm,
-        num_warps=_SPLIT,
+        num_warps=RECOVERY_WARPS,
+        # Exact products of fp32 take more, and are not in a hurry.
+        maxnreg=RECOVERY_REGISTERS if inputs.element_size() == 2 else 255,
         **launch_options(),
     )  # fmt: skip

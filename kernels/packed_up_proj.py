@@ -15,11 +15,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dejavu_ds.kernels.configs import Config, config_for, most_registers
+from dejavu_ds.kernels.configs import Config, config_for, most_programs, most_registers
 from dejavu_ds.kernels.gather_up_proj import check_gather
 from dejavu_ds.kernels.nibbles import byte_table, fill_table, lookup_of, offset_of, pass_no_loads, word_table
 from dejavu_ds.kernels.packed_products import (
-    load_rows,
+    load_row,
     load_tokens,
     packed_rows_dot,
     stack,
@@ -54,13 +54,14 @@ def packed_up_proj_ref(
 
 @triton.jit
 def units_of(idx_ptr, first, cap, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr):
-    """The units of rows first .. first + BLOCK_N - 1, as a tuple: with DOT of one tensor, else of BLOCK_N numbers."""
+    """The units of rows first .. first + BLOCK_N - 1, as a tuple: with DOT of one tensor, else of BLOCK_N numbers, or
+    of one where a block lies within a unit."""
     if DOT:
         slot = (first + tl.arange(0, BLOCK_N)) // GROUP
         units = (tl.load(idx_ptr + tl.minimum(slot, cap - 1)),)
     else:
         units = ()
-        for r in tl.static_range(BLOCK_N):
+        for r in tl.static_range(1 if GROUP % BLOCK_N == 0 else BLOCK_N):
             units = units + (tl.load(idx_ptr + tl.minimum((first + r) // GROUP, cap - 1)),)
     return units
 
@@ -127,11 +128,13 @@ def _wanted(
     units, first, rows, watermark_ptr, position_ptr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Whether the rows at places first .. first + BLOCK_N - 1 are computed here, a tuple of 0 or 1."""
+    """Whether the rows from place `first` on are computed here, a tuple of 0 or 1, as many as `units_of` gives.
+
+    A block that lies within a unit also lies within queries, keys or values.
+    """
     wanted = ()
-    for r in tl.static_range(BLOCK_N):
+    for r in tl.static_range(len(units)):
         place = first + r
         ours = place < rows
         if watermark_ptr is not None:
@@ -143,21 +146,31 @@ def _wanted(
 
 
 @triton.jit
-def _load_block(
-    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, wanted,
-    D: tl.constexpr,
-    BLOCKSIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """`load_rows` of such places."""
+def _rows_of(units, first, wanted, GROUP: tl.constexpr):
+    """Numbers of these rows, int64, as many as `units_of` gives; 0 where it is not wanted."""
     rows = ()
-    for r in tl.static_range(BLOCK_N):
-        rows = rows + (units[r] * GROUP + (first + r) % GROUP,)
-    return load_rows(
-        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, rows, wanted, D, BLOCKSIZE, BLOCK_N, BLOCK_D
-    )
+    for r in tl.static_range(len(units)):
+        row = tl.where(wanted[r] != 0, units[r] * GROUP + (first + r) % GROUP, 0)
+        rows = rows + (row.to(tl.int64),)
+    return rows
+
+
+@triton.jit
+def _row(rows, r: tl.constexpr):
+    """Row r of a block from `_rows_of`. Rows of one unit follow one another, so their addresses differ by constants."""
+    if len(rows) == 1:
+        return rows[0] + r
+    else:
+        return rows[r]
+
+
+@triton.jit
+def _spread(numbers, N: tl.constexpr):
+    """A tuple of N numbers, or of one that holds for all, as a tensor [N]."""
+    if len(numbers) == 1:
+        return tl.zeros((N,), numbers[0].dtype) + numbers[0]
+    else:
+        return stack(numbers, N)
 
 
 # B and the capacities are not specialised: another batch must not compile again.
@@ -197,53 +210,50 @@ def _packed_up_proj_kernel(
     # The first units are asked for at the same time as the count.
     units = units_of(idx_ptr, first, cap, GROUP, BLOCK_N, False)
     next_units = units_of(idx_ptr, first + step, cap, GROUP, BLOCK_N, False)
-    rows = tl.load(count_ptr) * GROUP
+    count = tl.load(count_ptr) * GROUP
     offset = offset_of(absmax_offset_ptr)
     first_b = tl.program_id(1).to(tl.int64) * BLOCK_B
     token = first_b + tl.arange(0, BLOCK_B)
     if not AHEAD:
         x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
-    wanted = _wanted(units, first, rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM, BLOCK_N)
-    q, absmax = _load_block(
-        w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, units, first, wanted,
-        D, BLOCKSIZE, GROUP, AWAY, BLOCK_D,
-    )  # fmt: skip
-    next_wanted = _wanted(next_units, first + step, rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM, BLOCK_N)
+    wanted = _wanted(units, first, count, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
+    rows = _rows_of(units, first, wanted, GROUP)
+    q, absmax = (), ()
+    for r in tl.static_range(AWAY):
+        more_q, more_absmax = load_row(
+            w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, _row(rows, r), D, BLOCKSIZE, BLOCK_D
+        )
+        q, absmax = q + more_q, absmax + more_absmax
+    next_wanted = _wanted(next_units, first + step, count, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
     if AHEAD:
         await_inputs(EARLY)
         x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
-    for first in range(tl.program_id(0) * BLOCK_N, rows, step):
+    for first in range(tl.program_id(0) * BLOCK_N, count, step):
         after = first + 2 * step
         after_units = units_of(idx_ptr, after, cap, GROUP, BLOCK_N, False)
+        next_rows = _rows_of(next_units, first + step, next_wanted, GROUP)
         offs_n = first + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < rows
-        unit = tl.where(mask_n, stack(units, BLOCK_N), 0)
+        mask_n = offs_n < count
+        unit = tl.where(mask_n, _spread(units, BLOCK_N), 0)
         bias = _bias(b_ptr, unit, offs_n, mask_n, GROUP)
         sums = ()
         for r in tl.static_range(BLOCK_N):
             # The row that is AWAY rows after it, of this block or the next.
-            if r + AWAY < BLOCK_N:
-                next_q, next_absmax = _load_block(
-                    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, (units[r + AWAY],),
-                    first + r + AWAY, (wanted[r + AWAY],), D, BLOCKSIZE, GROUP, 1, BLOCK_D,
-                )  # fmt: skip
-            else:
-                next_q, next_absmax = _load_block(
-                    w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, (next_units[r + AWAY - BLOCK_N],),
-                    first + step + (r + AWAY - BLOCK_N), (next_wanted[r + AWAY - BLOCK_N],),
-                    D, BLOCKSIZE, GROUP, 1, BLOCK_D,
-                )  # fmt: skip
+            then = _row(rows, r + AWAY) if r + AWAY < BLOCK_N else _row(next_rows, r + AWAY - BLOCK_N)
+            next_q, next_absmax = load_row(
+                w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, then, D, BLOCKSIZE, BLOCK_D
+            )
             table = pass_no_loads(table, ASM)
             sums = sums + sum_row(q, absmax, x, table, x_ptr.dtype.element_ty, HALF, ASM)
             q, absmax = q[TILES:] + next_q, absmax[TILES:] + next_absmax
         y = sum_threads(sums, BLOCK_B, BLOCK_N)
-        ours = stack(wanted, BLOCK_N) > 0
+        ours = _spread(wanted, BLOCK_N) > 0
         _store(
             y, bias, y_ptr, k_ptr, v_ptr, position_ptr, stride_y_b, H, T, token, token < B, offs_n, mask_n, unit,
             ours, GROUP, HEAD_DIM, RELU,
         )  # fmt: skip
-        units, wanted, next_units = next_units, next_wanted, after_units
-        next_wanted = _wanted(next_units, after, rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM, BLOCK_N)
+        units, wanted, rows, next_units = next_units, next_wanted, next_rows, after_units
+        next_wanted = _wanted(next_units, after, count, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["B", "stride_y_b", "H", "T"])
@@ -349,10 +359,13 @@ def packed_up_rows(
     shape = (B, rows_cap) if caches is None else (B, idx.numel(), head_dim)
     y = torch.empty(shape, device=x.device, dtype=x.dtype)
     lookup = lookup_of(w, x.dtype, c.dot)
-    grid = (min(triton.cdiv(rows_cap, c.block_n), c.programs), triton.cdiv(B, c.block_b))
     if c.dot:
-        kernel, own = _packed_up_proj_dot_kernel, {"STAGES": c.stages}
+        kernel, own, programs = _packed_up_proj_dot_kernel, {"STAGES": c.stages}, c.programs
     else:
+        # Heads that have missed tokens are being recovered meanwhile. Were there no room left for that, it would take
+        # the places of programs of this launch, and those begin when the others are nearly done.
+        beside_recovery = caches is not None and caches.watermark is not None
+        programs = most_programs(c, beside_recovery)
         kernel, own = (
             _packed_up_proj_kernel,
             {
@@ -360,9 +373,10 @@ def packed_up_rows(
                 "AWAY": c.stages,
                 "HALF": c.half and lookup.asm != "" and x.dtype == torch.float16,
                 "AHEAD": ahead,
-                "maxnreg": most_registers(c),
+                "maxnreg": most_registers(c, beside_recovery),
             },
         )
+    grid = (min(triton.cdiv(rows_cap, c.block_n), programs), triton.cdiv(B, c.block_b))
     kernel[grid](
         x, *w.pointers(), lookup.table, b, idx, count, y, *(caches or (None,) * 4),
         B, rows_cap, *((0, 0) if caches is None else caches.k.shape[1:3]),

@@ -12,6 +12,8 @@ from dejavu_ds.kernels import configs
 from dejavu_ds.kernels.configs import (
     KERNELS,
     PACKED,
+    RECOVERY_REGISTERS,
+    RECOVERY_WARPS,
     SUMMED_PARTS,
     WHOLE_ROWS,
     Config,
@@ -28,13 +30,23 @@ def layer_of(batch, device):
     return Layer(shape, tp, batch, 16, 0.5, 0.5, torch.float16, torch.device(device))
 
 
+def fits_beside_recovery(config: Config) -> bool:
+    """Whether a multiprocessor of an H200 has registers for its share of all programs and for one of recovery."""
+    # They are handed out to a thread in eights.
+    registers = -(-configs.most_registers(config, beside_recovery=True) // 8) * 8
+    programs = -(-configs.most_programs(config, beside_recovery=True) // 132)
+    return 32 * (programs * config.warps * registers + RECOVERY_WARPS * RECOVERY_REGISTERS) <= 65536
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("D", [2048, 4096, 5120, 7168, 9216, 12288])
 @pytest.mark.parametrize("B", [1, 2, 4, 8, 16])
 def test_candidates(kernel, B, D):
     found = list(tune.candidates(kernel, B, D))
-    assert 4 <= len(found) <= 48 and len(set(found)) == len(found)
+    # Of four tokens' inputs few tiles leave registers for recovery.
+    assert (2 if kernel == "packed_qkv" else 4) <= len(found) <= 60 and len(set(found)) == len(found)
     for config in found:
+        assert kernel != "packed_qkv" or config.dot or fits_beside_recovery(config)
         # Packed rows are walked by a program as they are; a last tile may be masked in part.
         spare = -D % config.block_d
         assert spare == 0 or (kernel in PACKED and kernel in WHOLE_ROWS and spare <= 0.34 * D)
@@ -45,6 +57,16 @@ def test_candidates(kernel, B, D):
             assert config.block_n * config.block_d <= 64 * 32 * config.warps
         else:
             assert config.block_n % rows_at_once(config, torch.float16) == 0
+
+
+def test_packed_qkv_is_timed_as_a_step_runs_it(monkeypatch, device):
+    """With a bias and a watermark, by which no head has missed anything: so it is compiled to leave room."""
+    given = []
+    monkeypatch.setattr(tune, "packed_qkv", lambda *args, config: given.append(args))
+    (call,) = tune.calls("packed_qkv", layer_of(1, device), buffers=1)
+    call(Config(1, 1, 64))
+    ((_, _, bias, *_, position, watermark),) = given
+    assert bias.shape == (4, 3, 16) and watermark.tolist() == 4 * position.tolist()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -122,6 +144,23 @@ def test_no_program_is_short_of_registers(kernel, D, B, over_gpus):
     """Tuned or by the rule: 110 is what four tokens' sums and two blocks of words take of a thread."""
     config = configs.config_for(kernel, B, D, torch.float16, over_gpus)
     assert 128 <= configs.most_registers(config) <= 255
+
+
+@pytest.mark.parametrize("D", [64, 2048, 4096, 5120, 7168, 9216, 12288])
+@pytest.mark.parametrize("B", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["tuned", "by the rule"])
+def test_packed_qkv_leaves_room_for_recovery(D, B, dtype):
+    """No program has fewer registers for that: there are fewer programs; what is tuned has none too many."""
+    config = configs.config_for("packed_qkv", B, D, dtype)
+    assert fits_beside_recovery(config) and configs.most_registers(config, beside_recovery=True) >= 128
+    if config in configs.TUNED.values():
+        assert configs.most_programs(config, beside_recovery=True) == config.programs
+
+
+def test_registers_are_left_for_recovery_alone():
+    config = Config(1, 2, 2048, False, 1, 4, 528)
+    assert configs.most_programs(config) == 528
+    assert configs.most_programs(config, beside_recovery=True) == 396
 
 
 def test_the_shipped_table_can_be_read():

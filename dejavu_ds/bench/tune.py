@@ -19,7 +19,16 @@ import triton
 from dejavu_ds.bench.layer import STD, Layer
 from dejavu_ds.bench.timing import time_rotated
 from dejavu_ds.kernels.add_norm import Norm, add_norm
-from dejavu_ds.kernels.configs import PACKED, SUMMED_PARTS, WHOLE_ROWS, Config, most_registers, summed, token_block
+from dejavu_ds.kernels.configs import (
+    PACKED,
+    SUMMED_PARTS,
+    WHOLE_ROWS,
+    Config,
+    most_programs,
+    most_registers,
+    summed,
+    token_block,
+)
 from dejavu_ds.kernels.gather_down_proj import gather_down_proj, strips_of
 from dejavu_ds.kernels.gather_qkv import gather_qkv
 from dejavu_ds.kernels.gather_up_proj import gather_up_proj
@@ -72,7 +81,7 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
         for n, stages, programs in itertools.product((32, 64, 128), (2, 3, 4), (264, 528)):
             yield Config(block_b, n, 64, True, stages, 4, programs)
     elif kernel in WHOLE_ROWS:
-        rows = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 3))
+        rows = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 3))
         numbers = (264, 396, 528) if block_b == 1 else (132, 198, 264, 528)
         for (n, away), warps, programs in itertools.product(rows, (2, 4, 8), numbers):
             d = 32 * warps * WORD
@@ -81,11 +90,25 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
             # Registers for words of x, and for those of the row that is multiplied and of others, with scales. A last
             # tile that is not full costs its time all the same.
             needed = tiles * (8 * block_b + 3 * (away + 1)) + 24
-            if tiles * d <= 1.34 * D and needed <= most_registers(config) and n * block_b <= 4 and away <= n:
+            beside_recovery = kernel == "packed_qkv"
+            fits = needed <= most_registers(config, beside_recovery) and programs == most_programs(
+                config, beside_recovery
+            )
+            if tiles * d <= 1.34 * D and fits and n * block_b <= 4 and away <= n:
                 yield config
     else:
         wide = 2 if block_b == 1 else 1
-        tiles = ((64, 4, 4), (64, 8, 2), (128, 4, 2), (128, 4, 4), (128, 8, 2), (128, 8, 4), (256, 4, 4), (256, 8, 2))
+        tiles = (
+            (64, 4, 4),
+            (64, 8, 2),
+            (128, 4, 2),
+            (128, 4, 4),
+            (128, 8, 2),
+            (128, 8, 4),
+            (256, 4, 4),
+            (256, 8, 2),
+            (256, 8, 4),
+        )
         # Every token has its own sums.
         for d, warps, steps in sorted({(d, warps, max(1, steps // block_b)) for d, warps, steps in tiles}):
             n = steps * 32 * warps * WORD * wide // d
@@ -114,14 +137,16 @@ def calls(
     sets = [layer.choose(units, kept) for _ in range(R)]
     x = layer.random(B, D)
     caches = [layer.random(B, layer.heads, 1, layer.shape.head_dim) for _ in range(2)]
-    position = torch.zeros(1, dtype=torch.int32, device=layer.device)
+    # As in a step, in which keys and values of the heads that have missed some come from recovery: here of none.
+    bias = layer.random(layer.heads, 3, layer.shape.head_dim)
+    position, watermark = (torch.zeros(n, dtype=torch.int32, device=layer.device) for n in (1, layer.heads))
     # Half of the kept neurons come out of the ReLU as zero.
     h = layer.random(B, units * group) if heads else torch.relu(layer.random(B, units * group))
 
     def call(i: int, config: Config) -> torch.Tensor:
         if qkv:
             op = packed_qkv if kernel in PACKED else gather_qkv
-            return op(x, weights[i], None, *sets[i], *caches, position, config=config)
+            return op(x, weights[i], bias, *sets[i], *caches, position, watermark, config=config)
         if kernel in WHOLE_ROWS:
             op = packed_up_proj if kernel in PACKED else gather_up_proj
             return op(x, weights[i], None, *sets[i], relu=True, config=config)

@@ -185,11 +185,11 @@ def test_a_word_added(seed, code, shared):
     before, factor = [float(i) for i in range(16)], 0.375
     expected = [b + factor * float(np.float16(code[c])) for b, c in zip(before, codes, strict=True)]
     assert run(nibbles._ADD_ASM.value, 16, word(codes), factor, lane, *before, shared=shared) == expected
-    assert run(nibbles._ADD_ASM.value, 16, word(codes), 0.0, lane, *before) == before
+    assert run(nibbles._ADD_ASM.value, 16, word(codes), 0.0, lane, *before, shared=shared) == before
     pairs = [bits_of(np.float16(before[i : i + 2])) for i in range(0, 16, 2)]
     after = run(nibbles._ADD_HALF_ASM.value, 8, word(codes), factor, lane, *pairs, shared=shared)
     assert np.concatenate([halves(pair) for pair in after]).tolist() == np.float16(expected).tolist()
-    assert run(nibbles._ADD_HALF_ASM.value, 8, word(codes), 0.0, lane, *pairs) == pairs
+    assert run(nibbles._ADD_HALF_ASM.value, 8, word(codes), 0.0, lane, *pairs, shared=shared) == pairs
 
 
 def test_two_words_added(code, shared):

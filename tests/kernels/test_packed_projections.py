@@ -22,7 +22,8 @@ from kernel_cases import (
     randn,
 )
 
-from dejavu_ds.kernels import gather_down_proj, packed_recover_kv, packed_rows, packed_weight
+from dejavu_ds.kernels import configs, gather_down_proj, packed_recover_kv, packed_rows, packed_weight
+from dejavu_ds.kernels import packed_up_proj as packed_up_proj_module
 from dejavu_ds.kernels.configs import Config, token_block
 from dejavu_ds.kernels.dense import as_tensor, linear, times
 from dejavu_ds.kernels.ops import ops_for
@@ -141,6 +142,23 @@ def test_down(implementation, B, D, units, count, group, skip_zeros, config, dty
     check_down(op, case, *rounded_of(implementation, dtype, B))
 
 
+@pytest.mark.parametrize("away", [1, 2])
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("config", [NF4, NESTED], ids=str)
+def test_blocks_within_a_unit(config, B, away, device, monkeypatch):
+    """Heads of several blocks, of which a share has fewer than are on their way, some, and none."""
+    monkeypatch.setattr(gather_down_proj, "_LEAST_ROWS", 16)
+    torch.manual_seed(0)
+    # 2 strips of 3 shares; blocks of 16 rows, 2 a head.
+    of_blocks = Config(token_block(B)[0], 16, 64, False, away, 1, 6)
+    for count in (0, 1, 2, 5):
+        case = make_down(B, 128, 5, count, 32, False, torch.float16, device)
+        if config.nested:
+            case["w"].nan_to_num_(0.5)  # rows that must not be read are NaN, and there is no mean of all scales then
+        op = over_packed(partial(packed_down_proj, config=of_blocks), case, config, exactly=True)
+        check_down(op, case, *rounded_of("triton", torch.float16, B))
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_down_into_fp32_parts(implementation, parts, device):
     """As a rank's share of a sum: the same product, written where it was asked for."""
@@ -170,6 +188,23 @@ def test_qkv(implementation, B, D, H, head_dim, count, bias, config, ahead, dtyp
     case = make_qkv(B, D, H, head_dim, count, dtype, device, bias=bias)
     op = over_packed(partial(PACKED[implementation].gather_qkv, ahead=ahead), case, config, implementation == "triton")
     check_qkv(op, case, *rounded_of(implementation, dtype, B, UP_HALF))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside recovery"])
+def test_registers_are_left_for_recovery(beside, device, monkeypatch):
+    """With a watermark, that is where recovery runs beside."""
+    asked = []
+
+    def spy(config, beside_recovery=False):
+        asked.append(beside_recovery)
+        return configs.most_registers(config, beside_recovery)
+
+    monkeypatch.setattr(packed_up_proj_module, "most_registers", spy)
+    torch.manual_seed(0)
+    case = make_qkv(1, 64, 4, 5, 3, torch.float16, device, bias=True)
+    case |= {"w": pack(case["w"], NF4), "watermark": case["position"].repeat(4) if beside else None}
+    packed_qkv(**case)
+    assert asked == [beside]
 
 
 def recover_rounded_of(implementation: str, dtype: torch.dtype) -> tuple[bool, float]:
@@ -280,7 +315,8 @@ def run_case(seed: int, device: str) -> None:
     dtype, D, B = rng.choice(list(DTYPES.values())), rng.choice((128, 384)), rng.choice((1, 2, 3, 4, 5, 16, 17))
     config = QuantizeConfig(rng.choice(("nf4", "fp4")), rng.choice((64, 128)), rng.random() < 0.3)
     kind, bias = rng.choice(("up", "qkv", "down", "recover")), rng.random() < 0.5
-    units, group = rng.randint(1, 7), rng.choice((1, 3))
+    # Units of whole blocks of rows, of parts of one, and of no whole number of them.
+    units, group = rng.randint(1, 7), rng.choice((1, 3, 8, 16, 20))
     # What is read of no weight is NaN, and there is no mean of all scales then.
     cap = units if config.nested else rng.randint(1, units)
     count = units if config.nested else rng.randint(0, cap)
@@ -300,10 +336,11 @@ def run_case(seed: int, device: str) -> None:
         op = over_packed(partial(packed_up_proj, config=given, ahead=rng.random() < 0.5), case, config, exactly=True)
         return check_up(op, case, *rounded_of("triton", dtype, B, UP_HALF))
     if kind == "qkv":
-        case = make_qkv(B, D, units, rng.choice((2, 5)), min(count, 4), dtype, device, bias=bias, cap=cap)
+        case = make_qkv(B, D, units, rng.choice((2, 4, 5)), min(count, 4), dtype, device, bias=bias, cap=cap)
         if config.nested:
             case["w"].nan_to_num_(0.5)
-        given = rng.choice((None, on_their_way(tiny(B, 4, 64, 2), rng.randint(1, 4))))
+        rows = rng.choice((2, 4))
+        given = rng.choice((None, on_their_way(tiny(B, rows, 64, 2), rng.randint(1, rows))))
         op = over_packed(partial(packed_qkv, config=given), case, config, exactly=True)
         return check_qkv(op, case, *rounded_of("triton", dtype, B, UP_HALF))
     skip = not config.nested and rng.random() < 0.5

@@ -21,7 +21,7 @@ a plain lookup in the table in memory, which is exact. Everything else is one co
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -151,38 +151,61 @@ def _look_up(word: str, lane: str, outs: Sequence[str]) -> str:
     lines = [f"mov.b64 {{w0, w1}}, {word};"]
     for i, out in enumerate(outs):
         lines.append(f"dp4a.u32.u32 a, w{i // 4}, {0x80 << 8 * (i % 4):#x}, {lane}; ld.shared.b32 {out}, [a];")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 _OUTS, _VALUES = [f"${i}" for i in range(8)], [f"v{i}" for i in range(8)]
-_PAIRS_ASM = tl.constexpr(f"{_REGISTERS} {_look_up('$8', '$9', _OUTS)} }}")
-# Outputs 16 sums; arguments the word, the factor, the lane, 16 sums before. No branch around a factor of 0: lookups of
-# neighbouring words would have to wait for one another.
-_ADD_ASM = tl.constexpr(
-    f"{_REGISTERS} .reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g;\n{_look_up('$16', '$18', _VALUES)}\n"
-    + "".join(
-        f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, ${19 + 2 * i};"
-        f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, ${20 + 2 * i};\n"
-        for i in range(8)
-    )
-    + "}"
-)
-# The same for 8 pairs of sums in fp16.
-_ADD_HALF_ASM = tl.constexpr(
-    f"{_REGISTERS} .reg .b32 v<8>, u; .reg .b16 e;\n"
-    + f"cvt.rn.f16.f32 e, $9; mov.b32 u, {{e, e}};\n{_look_up('$8', '$10', _VALUES)}\n"
-    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${11 + i};\n" for i in range(8))
-    + "}"
-)
-# The same for two words of one factor: 16 lookups that do not wait for one another. The words, the factor, the lane.
-_VALUES_OF_TWO = [f"v{i}" for i in range(16)]
-_ADD_TWO_HALF_ASM = tl.constexpr(
-    f"{_REGISTERS} .reg .b32 v<16>, u; .reg .b16 e;\n"
-    + "cvt.rn.f16.f32 e, $18; mov.b32 u, {e, e};\n"
-    + f"{_look_up('$16', '$19', _VALUES_OF_TWO[:8])}\n{_look_up('$17', '$19', _VALUES_OF_TWO[8:])}\n"
-    + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, ${20 + i};\n" for i in range(16))
-    + "}"
-)
+_PAIRS_ASM = tl.constexpr(f"{_REGISTERS} {_look_up('$8', '$9', _OUTS)}}}")
+
+
+def _adding(registers: str, sums: int, first: int, factor: str, lines: Callable[[list[str]], str], skip: bool) -> str:
+    """Assembly whose outputs are so many sums: the arguments from `first` on, and what `lines` adds to operands.
+
+    skip  nothing is done for a factor of 0. Words then wait for one another, and fewer registers are in use at a time
+    """
+    outs, before = ([f"${start + i}" for i in range(sums)] for start in (0, first))
+    copies, end = "", "}"
+    if skip:
+        copies = "".join(f"mov.b32 {out}, {old};\n" for out, old in zip(outs, before, strict=True))
+        copies += f"setp.eq.f32 p, {factor}, 0f00000000; @p bra DONE;\n"
+        before, end = outs, "DONE: }"
+    return f"{_REGISTERS} {registers} .reg .pred p;\n{copies}{lines(before)}{end}"
+
+
+def _add_asm(skip: bool) -> str:
+    """16 sums; arguments the word, the factor, the lane, 16 sums before."""
+
+    def lines(before: list[str]) -> str:
+        return _look_up("$16", "$18", _VALUES) + "".join(
+            f"mov.b32 {{e, f}}, v{i}; cvt.f32.f16 g, e; fma.rn.f32 ${2 * i}, g, $17, {before[2 * i]};"
+            f"cvt.f32.f16 g, f; fma.rn.f32 ${2 * i + 1}, g, $17, {before[2 * i + 1]};\n"
+            for i in range(8)
+        )
+
+    return _adding(".reg .b32 v<8>; .reg .b16 e, f; .reg .f32 g;", 16, 19, "$17", lines, skip)
+
+
+def _add_half_asm(words: int, skip: bool) -> str:
+    """8 pairs of sums in fp16 for each of 1 or 2 words; arguments the words, the factor, the lane, the pairs before.
+
+    Of two words 16 lookups do not wait for one another.
+    """
+    pairs = 8 * words
+    factor, lane = f"${pairs + words}", f"${pairs + words + 1}"
+
+    def lines(before: list[str]) -> str:
+        values = [f"v{i}" for i in range(pairs)]
+        looked_up = "".join(_look_up(f"${pairs + w}", lane, values[8 * w : 8 * w + 8]) for w in range(words))
+        scale = f"cvt.rn.f16.f32 e, {factor}; mov.b32 u, {{e, e}};\n"
+        return scale + looked_up + "".join(f"fma.rn.f16x2 ${i}, v{i}, u, {before[i]};\n" for i in range(pairs))
+
+    registers = f".reg .b32 v<{pairs}>, u; .reg .b16 e;"
+    return _adding(registers, pairs, pairs + words + 2, factor, lines, skip)
+
+
+_ADD_ASM, _ADD_ALWAYS_ASM = (tl.constexpr(_add_asm(skip)) for skip in (True, False))
+_ADD_HALF_ASM, _ADD_HALF_ALWAYS_ASM = (tl.constexpr(_add_half_asm(1, skip)) for skip in (True, False))
+_ADD_TWO_HALF_ASM, _ADD_TWO_HALF_ALWAYS_ASM = (tl.constexpr(_add_half_asm(2, skip)) for skip in (True, False))
 _SPLIT_ASM = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 
 
@@ -258,10 +281,13 @@ def split_pairs(pairs):
 
 
 @triton.jit
-def add_word(acc, q, s, table):
-    """The 16 tensors acc, fp32, and s times the elements of q, a tensor of words."""
+def add_word(acc, q, s, table, SKIP: tl.constexpr):
+    """The 16 tensors acc, fp32, and s times the elements of q, a tensor of words.
+
+    SKIP  threads of one warp branch over what is zero for all of them, such as a row that nobody wants
+    """
     return tl.inline_asm_elementwise(
-        _ADD_ASM, "=&f" + ",=&f" * 15 + ",l,f,r" + ",f" * 16,
+        _ADD_ASM if SKIP else _ADD_ALWAYS_ASM, "=&f" + ",=&f" * 15 + ",l,f,r" + ",f" * 16,
         [q, s, table,
          acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
          acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15]],
@@ -272,20 +298,20 @@ def add_word(acc, q, s, table):
 
 
 @triton.jit
-def add_word_half(acc, q, s, table):
+def add_word_half(acc, q, s, table, SKIP: tl.constexpr):
     """The same of 8 tensors of pairs in fp16, in half precision."""
     return tl.inline_asm_elementwise(
-        _ADD_HALF_ASM, "=&r" + ",=&r" * 7 + ",l,f,r" + ",r" * 8,
+        _ADD_HALF_ASM if SKIP else _ADD_HALF_ALWAYS_ASM, "=&r" + ",=&r" * 7 + ",l,f,r" + ",r" * 8,
         [q, s, table, acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def add_two_words_half(acc, q, s, table):
+def add_two_words_half(acc, q, s, table, SKIP: tl.constexpr):
     """The same of two words, a tuple, and 16 tensors of pairs."""
     return tl.inline_asm_elementwise(
-        _ADD_TWO_HALF_ASM, "=&r" + ",=&r" * 15 + ",l,l,f,r" + ",r" * 16,
+        _ADD_TWO_HALF_ASM if SKIP else _ADD_TWO_HALF_ALWAYS_ASM, "=&r" + ",=&r" * 15 + ",l,l,f,r" + ",r" * 16,
         [q[0], q[1], s, table,
          acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
          acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15]],

@@ -13,8 +13,6 @@ as many products are added in fp16 as a thread holds rows at a time: h times a w
 what lies below 2 ** -14 loses digits.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -113,7 +111,14 @@ def _weights(
 
 
 @triton.jit
-def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr):
+def _add(
+    acc, q, absmax, h, table,
+    BLOCK_B: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SKIP: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     """acc, 16 tensors for each word of a thread and each token, and h * absmax * the elements of q."""
     for u in tl.static_range(STEPS):
         new = ()
@@ -123,7 +128,7 @@ def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, W
                 for i in tl.static_range(_WORD):
                     sums = sums + (acc[c * _WORD + i],)
                 s = h[u].to(tl.float32) * absmax[u]
-                added = add_word(sums, q[u * WIDE + c], s, table)
+                added = add_word(sums, q[u * WIDE + c], s, table, SKIP)
                 for i in tl.static_range(_WORD):
                     new = new + (added[i],)
             else:
@@ -137,7 +142,7 @@ def _add(acc, q, absmax, h, table, BLOCK_B: tl.constexpr, STEPS: tl.constexpr, W
 
 
 @triton.jit
-def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr):
+def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr, SKIP: tl.constexpr):
     """The same for one token, added up over the steps in half precision."""
     sums = ()
     for _ in tl.static_range(WIDE * _WORD // 2):
@@ -145,9 +150,9 @@ def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr)
     for u in tl.static_range(STEPS):
         s = h[u].to(tl.float32) * absmax[u]
         if WIDE == 2:
-            sums = add_two_words_half(sums, (q[2 * u], q[2 * u + 1]), s, table)
+            sums = add_two_words_half(sums, (q[2 * u], q[2 * u + 1]), s, table, SKIP)
         else:
-            sums = add_word_half(sums, q[u], s, table)
+            sums = add_word_half(sums, q[u], s, table, SKIP)
     out = ()
     for i in tl.static_range(WIDE * _WORD // 2):
         low, high = split_pairs(sums[i])
@@ -209,9 +214,9 @@ def _walk(
             )
         table = pass_no_loads(table, ASM)
         if HALF:
-            acc = _add_half(acc, q, absmax, factors, table, STEPS, WIDE)
+            acc = _add_half(acc, q, absmax, factors, table, STEPS, WIDE, True)
         else:
-            acc = _add(acc, q, absmax, factors, table, BLOCK_B, STEPS, WIDE, ASM)
+            acc = _add(acc, q, absmax, factors, table, BLOCK_B, STEPS, WIDE, True, ASM)
         q, absmax = q[STEPS * WIDE :] + next_q, absmax[STEPS:] + next_absmax
         factors = factors[OF_BLOCK:] + next_h
     return acc
@@ -318,9 +323,9 @@ def _walk_units(
         unit = _ask_unit(idx_ptr, block + shares, blocks, cap, OF_UNIT)
         table = pass_no_loads(table, ASM)
         if HALF:
-            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE)
+            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE, False)
         else:
-            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, ASM)
+            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, False, ASM)
         q, absmax = q[STEPS * WIDE :] + next_q, absmax[STEPS:] + next_absmax
         h = h[OF_BLOCK:] + next_h
     return acc
@@ -550,14 +555,10 @@ def packed_down_proj(
     lookup = lookup_of(w, h.dtype, c.dot)
     strips, tiles = triton.cdiv(D, c.block_d), triton.cdiv(B, c.block_b)
     y = torch.empty(shares_of(c, h, D), B, D, device=h.device, dtype=torch.float32) if out is None else out
-    block_n = c.block_n
     if c.dot:
         kernel, own = _packed_down_proj_dot_kernel, {"STAGES": c.stages}
     else:
-        rows, lanes = min(block_n, packed_rows_at_once(c)), max(1, c.block_d // (WORD * c.wide))
-        # Blocks within a unit are walked over faster than longer ones, see `_walk_units`.
-        within = math.gcd(block_n, group)
-        block_n = within if group > 1 and within % rows == 0 else block_n
+        rows, lanes = min(c.block_n, packed_rows_at_once(c)), max(1, c.block_d // (WORD * c.wide))
         kernel, own = (
             _packed_down_proj_kernel,
             {
@@ -575,7 +576,7 @@ def packed_down_proj(
         BLOCKSIZE=w.blocksize,
         GROUP=group,
         BLOCK_B=c.block_b,
-        BLOCK_N=block_n,
+        BLOCK_N=c.block_n,
         BLOCK_D=c.block_d,
         ASM=lookup.asm,
         num_warps=c.warps,

@@ -179,29 +179,40 @@ def test_bytes_are_high_and_low_nibbles(code):
         assert values == np.float16([code[c] for c in codes[::2] + codes[1::2]]).tolist()
 
 
+@pytest.mark.parametrize("asm, half", [
+    (nibbles._ADD_ASM, nibbles._ADD_HALF_ASM), (nibbles._ADD_ALWAYS_ASM, nibbles._ADD_HALF_ALWAYS_ASM)
+], ids=["branching", "always"])  # fmt: skip
 @pytest.mark.parametrize("seed", range(4))
-def test_a_word_added(seed, code, shared):
+def test_a_word_added(seed, asm, half, code, shared):
     codes, lane = random_codes(seed), lane_of(seed)
     before, factor = [float(i) for i in range(16)], 0.375
     expected = [b + factor * float(np.float16(code[c])) for b, c in zip(before, codes, strict=True)]
-    assert run(nibbles._ADD_ASM.value, 16, word(codes), factor, lane, *before, shared=shared) == expected
-    assert run(nibbles._ADD_ASM.value, 16, word(codes), 0.0, lane, *before, shared=shared) == before
+    assert run(asm.value, 16, word(codes), factor, lane, *before, shared=shared) == expected
+    assert run(asm.value, 16, word(codes), 0.0, lane, *before, shared=shared) == before
     pairs = [bits_of(np.float16(before[i : i + 2])) for i in range(0, 16, 2)]
-    after = run(nibbles._ADD_HALF_ASM.value, 8, word(codes), factor, lane, *pairs, shared=shared)
+    after = run(half.value, 8, word(codes), factor, lane, *pairs, shared=shared)
     assert np.concatenate([halves(pair) for pair in after]).tolist() == np.float16(expected).tolist()
-    assert run(nibbles._ADD_HALF_ASM.value, 8, word(codes), 0.0, lane, *pairs, shared=shared) == pairs
+    assert run(half.value, 8, word(codes), 0.0, lane, *pairs, shared=shared) == pairs
 
 
-def test_two_words_added(code, shared):
+def test_nothing_is_looked_up_for_a_factor_of_zero():
+    """There is no table here to look it up in."""
+    pairs = [bits_of(np.float16([i, i])) for i in range(8)]
+    assert run(nibbles._ADD_HALF_ASM.value, 8, word(random_codes(0)), 0.0, 0, *pairs) == pairs
+
+
+@pytest.mark.parametrize("one, two", [
+    (nibbles._ADD_HALF_ASM, nibbles._ADD_TWO_HALF_ASM), (nibbles._ADD_HALF_ALWAYS_ASM, nibbles._ADD_TWO_HALF_ALWAYS_ASM)
+], ids=["branching", "always"])  # fmt: skip
+def test_two_words_added(one, two, code, shared):
     """As one after the other."""
     words, lane = [word(random_codes(seed)) for seed in (1, 2)], lane_of(5)
     before = [[bits_of(np.float16([i, k])) for i in range(8)] for k in (1, 2)]
     for factor in (0.375, 0.0):
         singly = [
-            run(nibbles._ADD_HALF_ASM.value, 8, w, factor, lane, *sums, shared=shared)
-            for w, sums in zip(words, before, strict=True)
+            run(one.value, 8, w, factor, lane, *sums, shared=shared) for w, sums in zip(words, before, strict=True)
         ]
-        both = run(nibbles._ADD_TWO_HALF_ASM.value, 16, *words, factor, lane, *before[0], *before[1], shared=shared)
+        both = run(two.value, 16, *words, factor, lane, *before[0], *before[1], shared=shared)
         assert both == singly[0] + singly[1]
 
 

@@ -37,8 +37,8 @@ def plain(block_d: int, warps: int, steps: int, programs: int, **more) -> Config
     return Config(1, steps * 256 * warps // block_d, block_d, False, 1, warps, programs, **more)
 
 
-def packed(block_d: int, warps: int, steps: int, programs: int, wide: int, **more) -> Config:
-    return Config(1, steps * 512 * warps * wide // block_d, block_d, False, 1, warps, programs, wide=wide, **more)
+def packed(block_d: int, warps: int, steps: int, programs: int, wide: int, stages: int = 1, **more) -> Config:
+    return Config(1, steps * 512 * warps * wide // block_d, block_d, False, stages, warps, programs, wide=wide, **more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -79,6 +79,27 @@ def test_rows_in_4_bits(config, D, units, count, group, device, monkeypatch):
     case = make_down(1, D, units, count, group, True, torch.float16, device)
     case["w"].nan_to_num_(0.5, 0.5)
     op = over_packed(partial(packed_down_proj, config=config), case, FP4 if D == 256 else NF4, exactly=True)
+    check_down(op, case, True, HALF if config.half else TABLE)
+
+
+@pytest.mark.parametrize(
+    "config, D, units, count, group",
+    [
+        (packed(128, 4, 2, 4, 2, half=True), 192, 6, 5, 128),  # two blocks a unit, a strip that is not full
+        (packed(128, 2, 4, 6, 2, half=True, stages=2), 128, 5, 2, 64),  # shares of no block among those of one
+        (packed(64, 1, 2, 3, 1, half=True), 64, 4, 3, 48),  # three blocks a unit
+        (packed(256, 4, 2, 2, 1), 256, 3, 3, 16),
+        (packed(64, 1, 2, 3, 2), 64, 3, 0, 32),
+    ],
+    ids=str,
+)
+def test_units_of_whole_blocks_in_4_bits(config, D, units, count, group, device, monkeypatch):
+    assert group % config.block_n == 0
+    monkeypatch.setattr(nibbles, "num_threads", lambda: 32 * config.warps)
+    torch.manual_seed(0)
+    case = make_down(1, D, units, count, group, False, torch.float16, device)
+    case["w"].nan_to_num_(0.5, 0.5)
+    op = over_packed(partial(packed_down_proj, config=config), case, NF4, exactly=True)
     check_down(op, case, True, HALF if config.half else TABLE)
 
 

@@ -161,6 +161,28 @@ def _add_half(acc, q, absmax, h, table, STEPS: tl.constexpr, WIDE: tl.constexpr,
 
 
 @triton.jit
+def _add_block(
+    acc, q, absmax, h, table,
+    BLOCK_B: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SKIP: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """acc and the first STEPS steps of q, behind the loads that were asked for before; and the table for what follows.
+
+    SKIP  of `add_word`
+    """
+    table = pass_no_loads(table, ASM)
+    if HALF:
+        acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE, SKIP)
+    else:
+        acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, SKIP, ASM)
+    return acc, table
+
+
+@triton.jit
 def _walk(
     acc, h_ptr, w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, table, idx_ptr, listed, units, h,
     first, step, rows, thread, word, first_b, B, stride_h_b,
@@ -212,11 +234,7 @@ def _walk(
             units, h = ask(
                 h_ptr, idx_ptr, None, place, rows, first_b, B, stride_h_b, GROUP, BLOCK_B, ROWS, STEPS, False
             )
-        table = pass_no_loads(table, ASM)
-        if HALF:
-            acc = _add_half(acc, q, absmax, factors, table, STEPS, WIDE, True)
-        else:
-            acc = _add(acc, q, absmax, factors, table, BLOCK_B, STEPS, WIDE, True, ASM)
+        acc, table = _add_block(acc, q, absmax, factors, table, BLOCK_B, STEPS, WIDE, True, HALF, ASM)
         q, absmax = q[STEPS * WIDE :] + next_q, absmax[STEPS:] + next_absmax
         factors = factors[OF_BLOCK:] + next_h
     return acc
@@ -224,8 +242,9 @@ def _walk(
 
 @triton.jit
 def _ask_unit(idx_ptr, block, blocks, cap, OF_UNIT: tl.constexpr):
-    """The unit of a block, int64; 0 from `blocks` on, where the list may hold anything."""
-    unit = tl.load(idx_ptr + tl.minimum(block // OF_UNIT, cap - 1))
+    """The unit of a block, int64; 0 from `blocks` on, where the list may hold anything and nothing is read."""
+    # Masked by the capacity, not the count, for which it then need not wait.
+    unit = tl.load(idx_ptr + block // OF_UNIT, mask=block < cap * OF_UNIT, other=0)
     return tl.where(block < blocks, unit, 0).to(tl.int64)
 
 
@@ -291,10 +310,10 @@ def _walk_units(
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc and the rows of this share, of whole units, each of which is several blocks of rows that follow one another.
+    """acc and the rows of this share, of whole units, each of which is one block of rows or several.
 
-    While one block is multiplied the words of AWAY blocks are on their way. A row's place costs next to nothing here,
-    where in lists of single rows it costs as much as decoding a quarter of the row's words.
+    While one block is multiplied the words of AWAY blocks are on their way. The rows of a block follow one another, so
+    all of them have one address, where `_walk` works one out for every row.
     """
     STEPS: tl.constexpr = BLOCK_N // ROWS
     OF_UNIT: tl.constexpr = GROUP // BLOCK_N
@@ -321,11 +340,7 @@ def _walk_units(
             first_b, B, stride_h_b, D, BLOCKSIZE, GROUP, BLOCK_B, BLOCK_N, BLOCK_D, ROWS, STEPS, WIDE,
         )  # fmt: skip
         unit = _ask_unit(idx_ptr, block + shares, blocks, cap, OF_UNIT)
-        table = pass_no_loads(table, ASM)
-        if HALF:
-            acc = _add_half(acc, q, absmax, h, table, STEPS, WIDE, False)
-        else:
-            acc = _add(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, False, ASM)
+        acc, table = _add_block(acc, q, absmax, h, table, BLOCK_B, STEPS, WIDE, False, HALF, ASM)
         q, absmax = q[STEPS * WIDE :] + next_q, absmax[STEPS:] + next_absmax
         h = h[OF_BLOCK:] + next_h
     return acc

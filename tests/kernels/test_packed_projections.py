@@ -22,7 +22,7 @@ from kernel_cases import (
     randn,
 )
 
-from dejavu_ds.kernels import configs, gather_down_proj, packed_recover_kv, packed_rows, packed_weight
+from dejavu_ds.kernels import gather_down_proj, packed_recover_kv, packed_rows, packed_weight
 from dejavu_ds.kernels import packed_up_proj as packed_up_proj_module
 from dejavu_ds.kernels.configs import Config, token_block
 from dejavu_ds.kernels.dense import as_tensor, linear, times
@@ -159,6 +159,15 @@ def test_blocks_within_a_unit(config, B, away, device, monkeypatch):
         check_down(op, case, *rounded_of("triton", torch.float16, B))
 
 
+def test_a_list_without_room(device):
+    """Nothing may be kept, so nothing of the list is read."""
+    case = make_down(1, 128, 5, 0, 32, False, torch.float16, device)
+    case |= {"h": case["h"][:, :0].contiguous(), "idx": case["idx"][:0], "w": pack(case["w"].nan_to_num_(0.5), NF4)}
+    for block_n in (16, 64):
+        y = packed_down_proj(**case, config=Config(1, block_n, 64, False, 1, 1, 6))
+        assert y.shape[1:] == (1, 128) and not y.any()
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_down_into_fp32_parts(implementation, parts, device):
     """As a rank's share of a sum: the same product, written where it was asked for."""
@@ -193,18 +202,19 @@ def test_qkv(implementation, B, D, H, head_dim, count, bias, config, ahead, dtyp
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside recovery"])
 def test_registers_are_left_for_recovery(beside, device, monkeypatch):
     """With a watermark, that is where recovery runs beside."""
-    asked = []
+    launches = []
 
-    def spy(config, beside_recovery=False):
-        asked.append(beside_recovery)
-        return configs.most_registers(config, beside_recovery)
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launches.append((grid, options["maxnreg"]))
 
-    monkeypatch.setattr(packed_up_proj_module, "most_registers", spy)
-    torch.manual_seed(0)
+    monkeypatch.setattr(packed_up_proj_module, "_packed_up_proj_kernel", Kernel())
+    monkeypatch.setattr(packed_up_proj_module, "most_registers", lambda config, beside: 136 if beside else 144)
+    monkeypatch.setattr(packed_up_proj_module, "most_programs", lambda config, beside: 5 if beside else 7)
     case = make_qkv(1, 64, 4, 5, 3, torch.float16, device, bias=True)
     case |= {"w": pack(case["w"], NF4), "watermark": case["position"].repeat(4) if beside else None}
     packed_qkv(**case)
-    assert asked == [beside]
+    assert launches == [((5, 1), 136) if beside else ((7, 1), 144)]
 
 
 def recover_rounded_of(implementation: str, dtype: torch.dtype) -> tuple[bool, float]:

@@ -143,7 +143,6 @@ def packed_rows_at_once(config: Config) -> int:
 RECOVERY_WARPS, RECOVERY_REGISTERS = 4, 128
 """Of a program of `packed_recover_kv`, and a thread of it."""
 _MULTIPROCESSORS, _REGISTERS = 132, 65536  # of an H200, and of each of them
-_RECOVERY = 32 * RECOVERY_WARPS * RECOVERY_REGISTERS
 
 
 def most_registers(config: Config, beside_recovery: bool = False) -> int:
@@ -152,9 +151,8 @@ def most_registers(config: Config, beside_recovery: bool = False) -> int:
     But no fewer than 128: what does not fit into them would go to memory, which costs more than to wait for a place.
     beside_recovery: with a program of `packed_recover_kv` on each multiprocessor.
     """
-    left = _REGISTERS - (_RECOVERY if beside_recovery else 0)
     threads = 32 * config.warps * triton.cdiv(config.programs, _MULTIPROCESSORS)
-    return max(128, min(255, left // threads // 8 * 8))
+    return max(128, min(255, _registers_left(beside_recovery) // threads // 8 * 8))
 
 
 def most_programs(config: Config, beside_recovery: bool = False) -> int:
@@ -162,9 +160,13 @@ def most_programs(config: Config, beside_recovery: bool = False) -> int:
 
     What a late one would do, the others have to wait for.
     """
-    left = _REGISTERS - (_RECOVERY if beside_recovery else 0)
     of_program = 32 * config.warps * most_registers(config, beside_recovery)
-    return min(config.programs, _MULTIPROCESSORS * max(1, left // of_program))
+    return min(config.programs, _MULTIPROCESSORS * max(1, _registers_left(beside_recovery) // of_program))
+
+
+def _registers_left(beside_recovery: bool) -> int:
+    """Of a multiprocessor's, with or without a program of recovery on it."""
+    return _REGISTERS - (32 * RECOVERY_WARPS * RECOVERY_REGISTERS if beside_recovery else 0)
 
 
 def tiles_ahead(config: Config, D: int, dtype: torch.dtype) -> int:

@@ -61,11 +61,18 @@ def row_block(D: int, most: int) -> int:
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in fp32; exact products of fp32 inputs, not TF32."""
+    """acc + a @ b in fp32; exact products of fp32 inputs, not TF32.
+
+    Interpreted it is numpy's product, which adds up in an order that depends, on some processors, on where in the
+    matrix a row stands: in fp64 that is not seen in what is rounded to fp32.
+    """
     if _INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+        a = a.to(tl.float32).to(tl.float64)
+        b = b.to(tl.float32).to(tl.float64)
+        acc = tl.dot(a, b, acc.to(tl.float64), input_precision="ieee", out_dtype=tl.float64).to(tl.float32)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

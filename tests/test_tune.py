@@ -43,8 +43,9 @@ def fits_beside_recovery(config: Config) -> bool:
 @pytest.mark.parametrize("B", [1, 2, 4, 8, 16])
 def test_candidates(kernel, B, D):
     found = list(tune.candidates(kernel, B, D))
-    # Of four tokens' inputs few tiles leave registers for recovery.
-    assert (2 if kernel == "packed_qkv" else 4) <= len(found) <= 60 and len(set(found)) == len(found)
+    # Of four tokens' inputs, rows as wide as these leave registers for recovery in two ways alone.
+    least = 2 if (kernel, B) == ("packed_qkv", 4) and D > 7168 else 4
+    assert least <= len(found) <= 48 and len(set(found)) == len(found)
     for config in found:
         assert kernel != "packed_qkv" or config.dot or fits_beside_recovery(config)
         # Packed rows are walked by a program as they are; a last tile may be masked in part.
@@ -136,14 +137,14 @@ def test_a_result_that_gpus_sum_has_a_configuration_of_its_own(tmp_path, monkeyp
     assert configs.config_for("gather_down_proj", 1, 64, torch.float16, over_gpus=True) == fitting
 
 
-@pytest.mark.parametrize("kernel", sorted(PACKED))
-@pytest.mark.parametrize("D", [64, 2048, 4096, 7168, 9216, 12288])
-@pytest.mark.parametrize("B", [1, 2, 3, 4])
-@pytest.mark.parametrize("over_gpus", [False, True])
-def test_no_program_is_short_of_registers(kernel, D, B, over_gpus):
-    """Tuned or by the rule: 110 is what four tokens' sums and two blocks of words take of a thread."""
-    config = configs.config_for(kernel, B, D, torch.float16, over_gpus)
-    assert 128 <= configs.most_registers(config) <= 255
+@pytest.mark.parametrize(
+    "warps, programs, registers",
+    [(4, 528, 128), (4, 396, 168), (2, 528, 255), (8, 264, 128), (8, 528, 128), (16, 396, 128)],
+)
+def test_no_program_is_short_of_registers(warps, programs, registers):
+    """A share of 65,536 on each of 132 multiprocessors, in eights; where that is less than sums and words take, 110 for
+    four tokens, so many that nothing goes to memory."""
+    assert configs.most_registers(Config(1, 1, 64, warps=warps, programs=programs)) == registers
 
 
 @pytest.mark.parametrize("D", [64, 2048, 4096, 5120, 7168, 9216, 12288])

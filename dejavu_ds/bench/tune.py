@@ -90,25 +90,13 @@ def _packed_candidates(kernel: str, block_b: int, dot: bool, D: int) -> Iterator
             # Registers for words of x, and for those of the row that is multiplied and of others, with scales. A last
             # tile that is not full costs its time all the same.
             needed = tiles * (8 * block_b + 3 * (away + 1)) + 24
-            beside_recovery = kernel == "packed_qkv"
-            fits = needed <= most_registers(config, beside_recovery) and programs == most_programs(
-                config, beside_recovery
-            )
+            beside = kernel == "packed_qkv"
+            fits = needed <= most_registers(config, beside) and programs == most_programs(config, beside)
             if tiles * d <= 1.34 * D and fits and n * block_b <= 4 and away <= n:
                 yield config
     else:
         wide = 2 if block_b == 1 else 1
-        tiles = (
-            (64, 4, 4),
-            (64, 8, 2),
-            (128, 4, 2),
-            (128, 4, 4),
-            (128, 8, 2),
-            (128, 8, 4),
-            (256, 4, 4),
-            (256, 8, 2),
-            (256, 8, 4),
-        )
+        tiles = ((64, 4, 4), (128, 4, 2), (128, 4, 4), (128, 8, 2), (128, 8, 4), (256, 4, 4), (256, 8, 2), (256, 8, 4))
         # Every token has its own sums.
         for d, warps, steps in sorted({(d, warps, max(1, steps // block_b)) for d, warps, steps in tiles}):
             n = steps * 32 * warps * WORD * wide // d

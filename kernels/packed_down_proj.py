@@ -4,7 +4,8 @@
 transposed, is packed and its rows are decoded on the way; see `packed_weight` for the layout and `nibbles` for the
 decoding.
 
-Columns of h beyond the kept ones may be read, and do not matter.
+Units of whole blocks of rows, heads as a rule, are walked over block by block (`_walk_units`), others as `wanted_rows`
+says. Columns of h beyond the kept ones may be read, and do not matter.
 
 The twin multiplies decoded elements, rounded to the dtype of h, and so does the kernel with tensor cores, from 5 tokens
 on. With fewer it multiplies the table's values by h times the scale, in fp32; for 16-bit activations the table is

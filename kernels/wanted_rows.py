@@ -9,7 +9,8 @@ those of others, and half as many bytes would be on their way at a time. So for 
 shared memory the rows of its share that are wanted, up to `LIST` at a time, and walks over the list. Where a row goes
 follows from the numbers of wanted rows before it, by a vote of each warp, so the same bits come out in every run. That
 takes a small part of the time in which a weight comes from memory. With more tokens hardly a row is unwanted by all,
-and heads are wanted whole: then rows are walked over as they are kept.
+and heads are wanted whole: then rows are walked over as they are kept; 4-bit heads of whole blocks by
+`packed_down_proj._walk_units`.
 
 The sums of a thread are those of many columns. To add them up over the rows that a warp holds, each exchange of two
 lanes halves the columns that a lane goes on with: 16 + 8 + 4 exchanges for 32 columns and 8 rows, where to add up one
